@@ -60,9 +60,9 @@ pub const FIRST_RUNS: &[Tally] = &[
 /// The lowest probability of a verdict with high confidence.
 pub const HIGH: f64 = 0.99;
 
-/// The weight of what is known before the first verdict of a kind, in verdicts. A kind of which all
-/// verdicts were right needs 17 of them to be trusted in 99 of 100 cases, if two thirds of all
-/// verdicts of its strength were right.
+/// The weight of what is known before the first verdict of a kind, in verdicts. If two thirds of
+/// all verdicts of a strength were right, a kind needs 17 right verdicts and no wrong one to be
+/// trusted in 99 of 100 cases.
 const PRIOR: f64 = 0.5;
 
 /// The estimated probability that a verdict names exactly the right culprits: the share of right
@@ -137,7 +137,7 @@ fn may_wait_for_process(case: &Case<'_>, rank_index: usize) -> bool {
         return false;
     }
     let is_own = |awaited: &Awaited| awaited.holders.iter().all(|holder| Some(holder.pid) == view.pid());
-    // An event loop that only its own threads can wake, none of which waits for anything else.
+    // An event loop that only its own threads can wake, and these wait for nothing else.
     let wakes_itself = |awaited: &Awaited| !awaited.holders.is_empty() && is_own(awaited);
     let has_tasks = || view.evidence.is_some_and(|evidence| !suspended::of_rank(evidence).is_empty());
     if view.host.thread_waits.is_empty() && view.host.awaited.as_ref().is_some_and(wakes_itself) && has_tasks() {

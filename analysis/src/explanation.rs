@@ -28,7 +28,7 @@ pub(crate) enum Explanation {
     ShutDownInCycle { culprits: Vec<usize>, others: Vec<Event> },
     /// These ranks wait for resources of each other.
     HoldEachOther(Vec<usize>),
-    /// A process that is no rank, and for which ranks wait.
+    /// A process that is not a rank, and for which ranks wait.
     Process(Box<ProcessFault>),
     /// A collective.
     Collective(CollectiveFault),
@@ -72,7 +72,7 @@ pub(crate) enum HostState {
     ShutsDown,
 }
 
-/// A process that is no rank holds up ranks.
+/// A process that is not a rank holds up ranks.
 #[derive(Debug, Clone)]
 pub(crate) struct ProcessFault {
     /// One of the ranks that wait for it.

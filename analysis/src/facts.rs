@@ -39,7 +39,7 @@ pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
     }
 }
 
-/// Condenses the evidence of a process that is no rank, for the cluster collector.
+/// Condenses the evidence of a process that is not a rank, for the cluster collector.
 #[must_use]
 pub fn condense_process(evidence: &ProcessEvidence) -> ProcessEvidence {
     let host = evidence.dump.as_ref().map(|dump| read(dump, None)).or_else(|| evidence.host.clone());
@@ -196,7 +196,7 @@ pub(crate) fn host(evidence: &RankEvidence) -> Host {
     evidence.host.as_ref().map_or_else(Host::default, host_of_facts)
 }
 
-/// A process that is no rank, and its main thread.
+/// A process that is not a rank, and its main thread.
 pub(crate) fn host_of_process(evidence: &ProcessEvidence) -> Host {
     match &evidence.dump {
         Some(dump) => stacks::read(dump, None),

@@ -273,7 +273,7 @@ pub(crate) enum KnownFacts {
     Pending {
         /// The event in which most ranks wait.
         busiest: Option<Event>,
-        /// The ranks of which nothing is known.
+        /// The ranks about which nothing is known.
         unseen: Vec<usize>,
     },
 }

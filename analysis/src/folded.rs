@@ -1,20 +1,20 @@
-//! Words, labels and lines of folded stacks, exactly as the docs describe them.
+//! Names, labels and lines of folded stacks, exactly as the docs describe them.
 //!
-//! A word is `func@file`. A label is `word@HAS|LEAK`. A line consists of the labels from the root,
-//! joined by `;`, and ` 1`.
+//! The name of a frame is `func@file`. A label is `name@HAS|LEAK`. A line consists of the labels
+//! from the root, joined by `;`, and ` 1`.
 
 use crate::prefix_tree::{NodeId, PrefixTree};
 use crate::rank_set::RankSet;
 use std::fmt::Write as _;
 use xpu_timer_proto::{printable, server::Stacktrace};
 
-/// A word that contains this text is not drawn, and neither is anything leafward of it.
+/// A frame whose name contains this text is not drawn, and neither is anything leafward of it.
 pub const DROPPED_FROM: &str = "lto_priv";
 
-/// The function of the word that shows the state of a process: `State@` and the state.
+/// The function of the name that shows the state of a process: `State@` and the state.
 pub const STATE: &str = "State";
 
-/// Appends the word of a frame, `func@file`, without characters that would break a line.
+/// Appends the name of a frame, `func@file`, without characters that would break a line.
 pub fn push_word(out: &mut String, func: &str, file: &str) {
     push_clean(out, func);
     out.push('@');
@@ -33,7 +33,7 @@ fn push_clean(out: &mut String, text: &str) {
     }
 }
 
-/// The words of one stack, root first. The frames come as in the messages: `(func, file)`, leaf
+/// The names of one stack, root first. The frames come as in the messages: `(func, file)`, leaf
 /// first.
 pub fn stack_words<'a>(
     leaf_first: impl DoubleEndedIterator<Item = (&'a str, &'a str)>,
@@ -41,11 +41,11 @@ pub fn stack_words<'a>(
     leaf_first
         .rev()
         .map(|(func, file)| {
-            let mut word = String::with_capacity(func.len() + 1 + file.len());
-            push_word(&mut word, func, file);
-            word
+            let mut name = String::with_capacity(func.len() + 1 + file.len());
+            push_word(&mut name, func, file);
+            name
         })
-        .take_while(|word| !word.contains(DROPPED_FROM))
+        .take_while(|name| !name.contains(DROPPED_FROM))
 }
 
 /// Inserts the native stacks of a dump and the state of its process, as the flame graph of native
@@ -67,14 +67,14 @@ pub fn insert_python(tree: &mut PrefixTree, dump: &Stacktrace, rank: u32) {
 }
 
 fn insert<'a>(tree: &mut PrefixTree, leaf_first: impl DoubleEndedIterator<Item = (&'a str, &'a str)>, rank: u32) {
-    let words: Vec<String> = stack_words(leaf_first).collect();
-    tree.insert(words.iter().map(String::as_str), rank);
+    let names: Vec<String> = stack_words(leaf_first).collect();
+    tree.insert(names.iter().map(String::as_str), rank);
 }
 
-/// Appends the label of a word: `word@HAS|LEAK`, where LEAK is every other rank of `0..world`.
-pub fn push_label(out: &mut String, word: &str, ranks: &RankSet, world: u32) {
+/// Appends the label of a name: `name@HAS|LEAK`, where LEAK is every other rank of `0..world`.
+pub fn push_label(out: &mut String, name: &str, ranks: &RankSet, world: u32) {
     // Writing to a string cannot fail.
-    let _ = write!(out, "{word}@{ranks}|{}", ranks.complement(world));
+    let _ = write!(out, "{name}@{ranks}|{}", ranks.complement(world));
 }
 
 /// One node, as [`walk`] passes it.
@@ -136,18 +136,18 @@ mod tests {
     use proptest::prelude::*;
     use std::collections::{BTreeMap, BTreeSet};
 
-    fn word(func: &str, file: &str) -> String {
+    fn name(func: &str, file: &str) -> String {
         let mut out = String::new();
         push_word(&mut out, func, file);
         out
     }
 
     #[test]
-    fn a_word_never_breaks_a_line() {
-        assert_eq!(word("f", "a.py:3"), "f@a.py:3");
-        assert_eq!(word("operator;\n", "a\tb\u{7f}\u{85}\u{2028}c"), "operator, @a b\u{fffd}  c");
-        assert_eq!(word("größe", "模型.py:1"), "größe@模型.py:1");
-        assert_eq!(word("", ""), "@");
+    fn a_name_never_breaks_a_line() {
+        assert_eq!(name("f", "a.py:3"), "f@a.py:3");
+        assert_eq!(name("operator;\n", "a\tb\u{7f}\u{85}\u{2028}c"), "operator, @a b\u{fffd}  c");
+        assert_eq!(name("größe", "模型.py:1"), "größe@模型.py:1");
+        assert_eq!(name("", ""), "@");
     }
 
     #[test]
@@ -207,22 +207,22 @@ mod tests {
             let mut seen = BTreeSet::new();
             for line in text.lines() {
                 let path = line.strip_suffix(" 1").expect("every line counts once");
-                let mut words: Vec<String> = Vec::new();
+                let mut names: Vec<String> = Vec::new();
                 let mut parent: BTreeSet<u32> = (0..world).collect();
                 for label in path.split(';') {
-                    let (word, sets) = label.rsplit_once('@').unwrap();
+                    let (name, sets) = label.rsplit_once('@').unwrap();
                     let (has, leak) = sets.split_once('|').unwrap();
                     let (has, leak) = (ranks_of(has), ranks_of(leak));
-                    words.push(word.to_owned());
+                    names.push(name.to_owned());
                     let has: BTreeSet<u32> = has.into_iter().collect();
-                    prop_assert_eq!(&has, &model[&words]);
+                    prop_assert_eq!(&has, &model[&names]);
                     prop_assert!(has.is_subset(&parent));
                     let all: Vec<u32> = has.iter().copied().chain(leak.iter().copied()).collect();
                     prop_assert_eq!(all.len() as u32, world, "disjoint");
                     prop_assert_eq!(all.into_iter().collect::<BTreeSet<_>>(), (0..world).collect::<BTreeSet<_>>());
                     parent = has;
                 }
-                prop_assert!(seen.insert(words), "no duplicate lines");
+                prop_assert!(seen.insert(names), "no duplicate lines");
             }
             prop_assert_eq!(seen, ends);
         }

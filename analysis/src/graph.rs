@@ -35,14 +35,14 @@ pub(crate) struct Graph {
     /// Ranks that wait for resources of each other, each cycle ascending, if nothing outside wakes
     /// any of them.
     pub rank_cycles: Vec<Vec<usize>>,
-    /// Ranks that wait for a process that is no rank, ascending.
+    /// Ranks that wait for a process that is not a rank, ascending.
     pub process_waits: Vec<ProcessWait>,
     /// The processes that should become missing ranks; see [`Graph::to_come`].
     to_come: Vec<ToCome>,
     /// Ranks that wait for a process that waits for clients itself, ascending, and that process, if
-    /// it is no rank.
+    /// it is not a rank.
     at_rest: Vec<(usize, Option<usize>)>,
-    /// Ranks that wait for a process of which too little is known, ascending.
+    /// Ranks that wait for a process about which too little is known, ascending.
     on_unknown: Vec<usize>,
     /// Ranks that wait for a lock that only their own threads could release, ascending.
     locked_in: Vec<usize>,
@@ -75,8 +75,8 @@ impl Graph {
         self.at_rest[index].1
     }
 
-    /// Whether a rank waits for a process of which too little is known: it was not found in time,
-    /// or is on another machine.
+    /// Whether a rank waits for a process about which too little is known: it was not found in
+    /// time, or is on another machine.
     pub fn waits_for_unknown(&self, rank_index: usize) -> bool {
         self.on_unknown.binary_search(&rank_index).is_ok()
     }

@@ -1,7 +1,7 @@
 //! Groups of ranks with equal stacks (STAT's equivalence classes) by their main threads, and what
 //! sets each group apart.
 
-use crate::prefix_tree::{PrefixTree, WordId};
+use crate::prefix_tree::{NameId, PrefixTree};
 use crate::rank_set::RankSet;
 
 /// Which of the two flame graphs.
@@ -34,8 +34,8 @@ pub struct StackLocation {
     pub own: Option<String>,
 }
 
-/// The stack of a main thread, root first, as words of the tree of its kind.
-pub type MainStack = (Mode, Box<[WordId]>);
+/// The stack of a main thread, root first, as names of the tree of its kind.
+pub type MainStack = (Mode, Box<[NameId]>);
 
 /// The groups of a job, the largest first. Each element of `stacks` has the ranks and the stack of
 /// their main threads. No two elements have the same stack.
@@ -43,10 +43,10 @@ pub fn groups(mut stacks: Vec<(RankSet, Option<MainStack>)>, native: &PrefixTree
     stacks.sort_by(|(a, _), (b, _)| b.len().cmp(&a.len()).then_with(|| a.first().cmp(&b.first())));
     let alone = stacks.len() == 1;
     let group = |(ranks, stack): (RankSet, Option<MainStack>)| {
-        let place = stack.and_then(|(mode, words)| {
+        let place = stack.and_then(|(mode, names)| {
             let tree = if mode == Mode::Native { native } else { python };
-            let deepest = tree.words().text(*words.last()?).to_owned();
-            let own = if alone { None } else { first_own(tree, &words, &ranks) };
+            let deepest = tree.names().text(*names.last()?).to_owned();
+            let own = if alone { None } else { first_own(tree, &names, &ranks) };
             Some(StackLocation { mode, deepest, own })
         });
         Group { ranks, place }
@@ -54,11 +54,11 @@ pub fn groups(mut stacks: Vec<(RankSet, Option<MainStack>)>, native: &PrefixTree
     stacks.into_iter().map(group).collect()
 }
 
-/// The first word on the path to the leaf through which only these ranks pass.
-fn first_own(tree: &PrefixTree, words: &[WordId], ranks: &RankSet) -> Option<String> {
+/// The first name on the path to the leaf through which only these ranks pass.
+fn first_own(tree: &PrefixTree, names: &[NameId], ranks: &RankSet) -> Option<String> {
     let mut at = None;
-    for &word in words {
-        let id = tree.child(at, word)?;
+    for &name in names {
+        let id = tree.child(at, name)?;
         if tree.node(id).ranks.is_subset(ranks) {
             return Some(tree.text(id).to_owned());
         }
@@ -77,10 +77,10 @@ mod tests {
         let stacks = [("main;load", 0..1), ("main;step;wait", 1..4), ("main;step", 4..6)];
         let mut of_ranks = Vec::new();
         for (stack, ranks) in stacks {
-            let words: Box<[WordId]> = stack.split(';').map(|word| python.words_mut().intern(word)).collect();
+            let names: Box<[NameId]> = stack.split(';').map(|name| python.names_mut().intern(name)).collect();
             let ranks: RankSet = ranks.collect();
-            python.insert_set(&words, &ranks);
-            of_ranks.push((ranks, Some((Mode::Python, words))));
+            python.insert_set(&names, &ranks);
+            of_ranks.push((ranks, Some((Mode::Python, names))));
         }
         of_ranks.push(((6..7).collect(), None));
         let shown: Vec<_> = groups(of_ranks, &PrefixTree::new(), &python)

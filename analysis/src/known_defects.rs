@@ -1,5 +1,5 @@
 //! Known defects of NCCL, PyTorch, CPython, the C library and the driver: the affected versions,
-//! the signature by which a hang of theirs is told from others, and where the fix is published.
+//! the signature that sets such a hang apart from others, and where the fix is published.
 //!
 //! A defect is a remark on a verdict. It changes neither the cause nor the culprits. The signature
 //! of a defect is what threads do on their stacks in both samples, what the records show
@@ -14,7 +14,7 @@ pub(crate) struct Defect {
     pub name: &'static str,
     /// The library, by the name that the capture gives it.
     pub library: &'static str,
-    /// The affected versions: from the first to before the second. An empty text is no limit.
+    /// The affected versions: from the first to before the second. An empty text means no limit.
     pub affected: &'static [(&'static str, &'static str)],
     /// The process on whose stacks the signature is.
     process: Process,

@@ -1,8 +1,9 @@
 //! The prefix tree of all stacks of a job. Every node is one frame at one place and holds the ranks
 //! that pass through it.
 //!
-//! Words are interned and children are found by hash, so inserting a stack costs one lookup for
-//! each frame, whatever the number of ranks. The tree has no labels (see `folded.rs`) and no files.
+//! The names of frames (see `folded.rs`) are interned, and children are found by hash, so inserting
+//! a stack costs one lookup for each frame, whatever the number of ranks. The tree has no labels
+//! (see `folded.rs`) and no files.
 
 use crate::rank_set::RankSet;
 use hashbrown::{DefaultHashBuilder, HashMap, HashTable};
@@ -11,12 +12,12 @@ use std::hash::BuildHasher;
 use xpu_timer_proto::v1::{RankRun, StackTree, TreeNode};
 use xpu_timer_proto::{DecodeError, Message as _, lenient, printable};
 
-/// Number of an interned word.
+/// Number of an interned name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct WordId(u32);
+pub struct NameId(u32);
 
-impl WordId {
-    /// Position of the word in the order of first use, from 0.
+impl NameId {
+    /// Position of the name in the order of first use, from 0.
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -35,12 +36,12 @@ impl NodeId {
 /// Why a tree message is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TreeError {
-    /// A node has a word that is not in the list.
-    UnknownWord {
+    /// A node has a name that is not in the list.
+    UnknownName {
         /// Index of the node.
         node: usize,
-        /// The index of the word.
-        word: u32,
+        /// The index of the name.
+        name: u32,
     },
     /// A node's parent does not come before the node.
     ParentAfterChild {
@@ -59,7 +60,7 @@ pub enum TreeError {
         /// Index of the node.
         node: usize,
     },
-    /// The bytes are no tree message.
+    /// The bytes are not a tree message.
     Undecodable,
 }
 
@@ -72,8 +73,8 @@ impl From<DecodeError> for TreeError {
 impl std::fmt::Display for TreeError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            TreeError::UnknownWord { node, word } => {
-                write!(f, "node {node} of the tree names word {word}, which is not there")
+            TreeError::UnknownName { node, name } => {
+                write!(f, "node {node} of the tree has name {name}, which is not in the list")
             }
             TreeError::ParentAfterChild { node, parent } => {
                 write!(f, "node {node} of the tree has parent {parent}, which does not come before it")
@@ -89,38 +90,38 @@ impl std::fmt::Display for TreeError {
 
 impl std::error::Error for TreeError {}
 
-/// Words, each stored once. Numbers are given in the order of first use.
+/// Names, each stored once. Numbers are given in the order of first use.
 #[derive(Clone, Debug, Default)]
-pub struct WordTable {
+pub struct NameTable {
     texts: Vec<Box<str>>,
     table: HashTable<u32>,
     hasher: DefaultHashBuilder,
 }
 
-impl WordTable {
-    /// The number of a word. Stores the word if it is new.
-    pub fn intern(&mut self, word: &str) -> WordId {
-        let hash = self.hasher.hash_one(word);
-        if let Some(&id) = self.table.find(hash, |&id| &*self.texts[id as usize] == word) {
-            return WordId(id);
+impl NameTable {
+    /// The number of a name. Stores the name if it is new.
+    pub fn intern(&mut self, name: &str) -> NameId {
+        let hash = self.hasher.hash_one(name);
+        if let Some(&id) = self.table.find(hash, |&id| &*self.texts[id as usize] == name) {
+            return NameId(id);
         }
-        let id = u32::try_from(self.texts.len()).expect("fewer than 2^32 words, each of which takes memory");
-        self.texts.push(word.into());
+        let id = u32::try_from(self.texts.len()).expect("fewer than 2^32 names, each of which takes memory");
+        self.texts.push(name.into());
         self.table.insert_unique(hash, id, |&id| self.hasher.hash_one(&*self.texts[id as usize]));
-        WordId(id)
+        NameId(id)
     }
 
-    /// The text of a word.
-    pub fn text(&self, word: WordId) -> &str {
-        &self.texts[word.0 as usize]
+    /// The text of a name.
+    pub fn text(&self, name: NameId) -> &str {
+        &self.texts[name.0 as usize]
     }
 
-    /// Number of words.
+    /// Number of names.
     pub fn len(&self) -> usize {
         self.texts.len()
     }
 
-    /// True if there are no words.
+    /// True if there are no names.
     pub fn is_empty(&self) -> bool {
         self.texts.is_empty()
     }
@@ -131,8 +132,8 @@ impl WordTable {
 pub struct Node {
     /// The caller. `None` for a root.
     pub parent: Option<NodeId>,
-    /// The word of the frame.
-    pub word: WordId,
+    /// The name of the frame.
+    pub name: NameId,
     /// The ranks whose stacks pass through this node.
     pub ranks: RankSet,
     /// True if the stack of at least one rank ends here.
@@ -152,10 +153,10 @@ fn each_node(tree: &[u8], mut visit: impl FnMut(&TreeNode) -> Result<(), TreeErr
     })
 }
 
-/// Whether a node of a message is valid, given its index and the number of words.
-fn check(index: usize, node: &TreeNode, words: usize) -> Result<(), TreeError> {
-    if node.word as usize >= words {
-        return Err(TreeError::UnknownWord { node: index, word: node.word });
+/// Whether a node of a message is valid, given its index and the number of names.
+fn check(index: usize, node: &TreeNode, names: usize) -> Result<(), TreeError> {
+    if node.word as usize >= names {
+        return Err(TreeError::UnknownName { node: index, name: node.word });
     }
     if let Some(parent) = node.parent.filter(|&parent| parent as usize >= index) {
         return Err(TreeError::ParentAfterChild { node: index, parent });
@@ -169,9 +170,9 @@ fn check(index: usize, node: &TreeNode, words: usize) -> Result<(), TreeError> {
 /// The merged stacks of many ranks. There may be several roots.
 #[derive(Clone, Debug, Default)]
 pub struct PrefixTree {
-    words: WordTable,
+    names: NameTable,
     nodes: Vec<Node>,
-    children: HashMap<(Option<NodeId>, WordId), NodeId>,
+    children: HashMap<(Option<NodeId>, NameId), NodeId>,
 }
 
 impl PrefixTree {
@@ -180,19 +181,19 @@ impl PrefixTree {
         PrefixTree::default()
     }
 
-    /// An empty tree that will use these words.
-    pub fn with_words(words: WordTable) -> Self {
-        PrefixTree { words, ..PrefixTree::default() }
+    /// An empty tree that will use these names.
+    pub fn with_names(names: NameTable) -> Self {
+        PrefixTree { names, ..PrefixTree::default() }
     }
 
-    /// The words of the tree.
-    pub fn words(&self) -> &WordTable {
-        &self.words
+    /// The names of the tree.
+    pub fn names(&self) -> &NameTable {
+        &self.names
     }
 
-    /// The words of the tree, to intern more of them.
-    pub fn words_mut(&mut self) -> &mut WordTable {
-        &mut self.words
+    /// The names of the tree, to intern more of them.
+    pub fn names_mut(&mut self) -> &mut NameTable {
+        &mut self.names
     }
 
     /// The nodes, every parent before its children.
@@ -205,18 +206,18 @@ impl PrefixTree {
         &self.nodes[id.index()]
     }
 
-    /// The text of a node's word.
+    /// The text of a node's name.
     pub fn text(&self, id: NodeId) -> &str {
-        self.words.text(self.node(id).word)
+        self.names.text(self.node(id).name)
     }
 
     /// Inserts one stack of one rank, root first, and returns the node at which it ends. Ignores an
     /// empty stack.
     pub fn insert<'w>(&mut self, stack: impl IntoIterator<Item = &'w str>, rank: u32) -> Option<NodeId> {
         let mut at = None;
-        for word in stack {
-            let word = self.words.intern(word);
-            let id = self.child_or_new(at, word);
+        for name in stack {
+            let name = self.names.intern(name);
+            let id = self.child_or_new(at, name);
             self.nodes[id.index()].ranks.insert(rank);
             at = Some(id);
         }
@@ -224,10 +225,10 @@ impl PrefixTree {
     }
 
     /// Inserts one stack, root first, for all of `ranks`. Ignores an empty stack.
-    pub fn insert_set(&mut self, stack: &[WordId], ranks: &RankSet) -> Option<NodeId> {
+    pub fn insert_set(&mut self, stack: &[NameId], ranks: &RankSet) -> Option<NodeId> {
         let mut at = None;
-        for &word in stack {
-            let id = self.child_or_new(at, word);
+        for &name in stack {
+            let id = self.child_or_new(at, name);
             self.nodes[id.index()].ranks.union_with(ranks);
             at = Some(id);
         }
@@ -241,16 +242,16 @@ impl PrefixTree {
         at
     }
 
-    /// The child of a node with this word. With `None`, the root with this word.
-    pub fn child(&self, parent: Option<NodeId>, word: WordId) -> Option<NodeId> {
-        self.children.get(&(parent, word)).copied()
+    /// The child of a node with this name. With `None`, the root with this name.
+    pub fn child(&self, parent: Option<NodeId>, name: NameId) -> Option<NodeId> {
+        self.children.get(&(parent, name)).copied()
     }
 
-    fn child_or_new(&mut self, parent: Option<NodeId>, word: WordId) -> NodeId {
+    fn child_or_new(&mut self, parent: Option<NodeId>, name: NameId) -> NodeId {
         let nodes = &mut self.nodes;
-        *self.children.entry((parent, word)).or_insert_with(|| {
+        *self.children.entry((parent, name)).or_insert_with(|| {
             let id = NodeId(u32::try_from(nodes.len()).expect("fewer than 2^32 nodes, each of which takes memory"));
-            nodes.push(Node { parent, word, ranks: RankSet::new(), end: false });
+            nodes.push(Node { parent, name, ranks: RankSet::new(), end: false });
             id
         })
     }
@@ -258,12 +259,12 @@ impl PrefixTree {
     /// Adds all stacks of another tree. Everything that is drawn is independent of the order of
     /// merges.
     pub fn merge(&mut self, other: &PrefixTree) {
-        let words: Vec<WordId> = other.words.texts.iter().map(|text| self.words.intern(text)).collect();
+        let names: Vec<NameId> = other.names.texts.iter().map(|text| self.names.intern(text)).collect();
         let mut ids: Vec<NodeId> = Vec::with_capacity(other.nodes.len());
         for node in &other.nodes {
             // Parents come before their children, so the id of the parent is known.
             let parent = node.parent.map(|parent| ids[parent.index()]);
-            let id = self.child_or_new(parent, words[node.word.0 as usize]);
+            let id = self.child_or_new(parent, names[node.name.0 as usize]);
             let mine = &mut self.nodes[id.index()];
             mine.ranks.union_with(&node.ranks);
             mine.end |= node.end;
@@ -276,10 +277,10 @@ impl PrefixTree {
         for (index, node) in tree.nodes.iter().enumerate() {
             check(index, node, tree.words.len())?;
         }
-        let words: Vec<WordId> = tree.words.iter().map(|text| self.words.intern(&printable::line(text))).collect();
+        let names: Vec<NameId> = tree.words.iter().map(|text| self.names.intern(&printable::line(text))).collect();
         let mut ids: Vec<NodeId> = Vec::with_capacity(tree.nodes.len());
         for node in &tree.nodes {
-            self.add_node(node, &words, &mut ids);
+            self.add_node(node, &names, &mut ids);
         }
         Ok(())
     }
@@ -288,10 +289,10 @@ impl PrefixTree {
     /// invalid message adds nothing. The message is never decoded as a whole: a cluster collector
     /// merges those of thousands of nodes, and each of their tree nodes would be an allocation.
     pub fn merge_encoded(&mut self, tree: &[u8], allowed: &RankSet) -> Result<(), TreeError> {
-        let mut words: Vec<Cow<'_, str>> = Vec::new();
+        let mut names: Vec<Cow<'_, str>> = Vec::new();
         lenient::each_part(tree, |number, part| {
             if number == StackTree::WORDS_FIELD {
-                words.push(String::from_utf8_lossy(part));
+                names.push(String::from_utf8_lossy(part));
             }
             Ok::<(), TreeError>(())
         })?;
@@ -299,25 +300,25 @@ impl PrefixTree {
             |run: &RankRun| allowed.runs().iter().any(|own| own.first <= run.first && run.last <= own.last);
         let mut count = 0;
         each_node(tree, |node| {
-            check(count, node, words.len())?;
+            check(count, node, names.len())?;
             if !node.ranks.iter().all(is_allowed) {
                 return Err(TreeError::ForeignRank { node: count });
             }
             count += 1;
             Ok(())
         })?;
-        let words: Vec<WordId> = words.iter().map(|text| self.words.intern(&printable::line(text))).collect();
+        let names: Vec<NameId> = names.iter().map(|text| self.names.intern(&printable::line(text))).collect();
         let mut ids: Vec<NodeId> = Vec::with_capacity(count);
         each_node(tree, |node| {
-            self.add_node(node, &words, &mut ids);
+            self.add_node(node, &names, &mut ids);
             Ok(())
         })
     }
 
     /// Adds a node of a message that was checked.
-    fn add_node(&mut self, node: &TreeNode, words: &[WordId], ids: &mut Vec<NodeId>) {
+    fn add_node(&mut self, node: &TreeNode, names: &[NameId], ids: &mut Vec<NodeId>) {
         let parent = node.parent.map(|parent| ids[parent as usize]);
-        let id = self.child_or_new(parent, words[node.word as usize]);
+        let id = self.child_or_new(parent, names[node.word as usize]);
         let mine = &mut self.nodes[id.index()];
         for run in &node.ranks {
             mine.ranks.insert_run(run.first, run.last);
@@ -330,18 +331,18 @@ impl PrefixTree {
     /// bytes.
     pub fn to_message(&self) -> StackTree {
         let mut message = StackTree::default();
-        let mut words: HashMap<WordId, u32> = HashMap::new();
+        let mut names: HashMap<NameId, u32> = HashMap::new();
         let mut places = vec![0u32; self.nodes.len()];
         for id in self.order().depth_first() {
             let node = self.node(id);
-            let word = *words.entry(node.word).or_insert_with(|| {
-                message.words.push(self.words.text(node.word).to_owned());
+            let name = *names.entry(node.name).or_insert_with(|| {
+                message.words.push(self.names.text(node.name).to_owned());
                 (message.words.len() - 1) as u32
             });
             places[id.index()] = message.nodes.len() as u32;
             message.nodes.push(TreeNode {
                 parent: node.parent.map(|parent| places[parent.index()]),
-                word,
+                word: name,
                 ranks: node.ranks.to_message(),
                 end: node.end,
             });
@@ -349,19 +350,19 @@ impl PrefixTree {
         message
     }
 
-    /// The order in which the tree is drawn: children by the bytes of their words, independent of
+    /// The order in which the tree is drawn: children by the bytes of their names, independent of
     /// the order of insertion.
     pub fn order(&self) -> Order {
-        let mut by_text: Vec<u32> = (0..self.words.texts.len() as u32).collect();
-        by_text.sort_unstable_by(|&a, &b| self.words.texts[a as usize].cmp(&self.words.texts[b as usize]));
+        let mut by_text: Vec<u32> = (0..self.names.texts.len() as u32).collect();
+        by_text.sort_unstable_by(|&a, &b| self.names.texts[a as usize].cmp(&self.names.texts[b as usize]));
         let mut place = vec![0u32; by_text.len()];
-        for (i, &word) in by_text.iter().enumerate() {
-            place[word as usize] = i as u32;
+        for (i, &name) in by_text.iter().enumerate() {
+            place[name as usize] = i as u32;
         }
         let mut list: Vec<NodeId> = (0..self.nodes.len() as u32).map(NodeId).collect();
         list.sort_unstable_by_key(|&id| {
             let node = self.node(id);
-            (node.parent, place[node.word.0 as usize])
+            (node.parent, place[node.name.0 as usize])
         });
         // The start of each node's children in the list: the roots first (their parent is `None`),
         // then by parent.
@@ -409,7 +410,7 @@ mod tests {
     fn tree(stacks: &[(&str, u32)]) -> PrefixTree {
         let mut tree = PrefixTree::new();
         for (stack, rank) in stacks {
-            tree.insert(stack.split(';').filter(|word| !word.is_empty()), *rank);
+            tree.insert(stack.split(';').filter(|name| !name.is_empty()), *rank);
         }
         tree
     }
@@ -437,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn the_same_word_at_two_places_is_two_nodes() {
+    fn the_same_name_at_two_places_is_two_nodes() {
         assert_eq!(
             shown(&tree(&[("a;a", 0), ("b;a", 0)])),
             ["None>a@0", "Some(\"a\")>a@0!", "None>b@0", "Some(\"b\")>a@0!"]
@@ -481,7 +482,7 @@ mod tests {
             assert_eq!(tree.merge_message(&bad), Err(error));
             assert_eq!(tree.merge_encoded(&bad.encode_to_vec(), &allowed), Err(error));
         };
-        refused(&|bad| bad.nodes[1].word = 9, TreeError::UnknownWord { node: 1, word: 9 });
+        refused(&|bad| bad.nodes[1].word = 9, TreeError::UnknownName { node: 1, name: 9 });
         refused(&|bad| bad.nodes[0].parent = Some(0), TreeError::ParentAfterChild { node: 0, parent: 0 });
         refused(&|bad| bad.nodes[1].ranks[0] = RankRun { first: 2, last: 1 }, TreeError::BackwardRun { node: 1 });
         let bytes = good.encode_to_vec();
@@ -493,9 +494,9 @@ mod tests {
 
     #[test]
     fn a_very_deep_stack_does_not_recurse() {
-        let words: Vec<String> = (0..200_000).map(|i| (i % 7).to_string()).collect();
+        let names: Vec<String> = (0..200_000).map(|i| (i % 7).to_string()).collect();
         let mut tree = PrefixTree::new();
-        tree.insert(words.iter().map(String::as_str), 0);
+        tree.insert(names.iter().map(String::as_str), 0);
         assert_eq!(tree.order().depth_first().count(), 200_000);
     }
 }

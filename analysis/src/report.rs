@@ -56,7 +56,7 @@ pub(crate) fn process(view: &RankView<'_>) -> Option<CulpritProcess> {
     })
 }
 
-/// A process that is no rank itself. `rank` is the rank that it belongs to, if any.
+/// A process that is not a rank itself. `rank` is the rank that it belongs to, if any.
 pub(crate) fn other_process(process: &ProcessView, rank: Option<u32>) -> CulpritProcess {
     let (pid, command) = (process.host.pid, process.host.command.clone());
     CulpritProcess { rank, pid, node: process.node.clone(), command }

@@ -239,7 +239,7 @@ pub fn longer(slow: &RankOperations, peers: &[&RankOperations], communicator: u6
 struct Quickest<'a> {
     /// Of each collective: time and member.
     collectives: HashMap<(u64, u64), (u64, &'a RankOperations)>,
-    /// Of each shape, for messages and collectives of which only one member is known.
+    /// Of each shape, for messages, and for collectives with only one known member.
     shapes: HashMap<Shape, u64>,
     /// Ranks by communicator and rank in it.
     members: HashMap<(u64, i32), u32>,

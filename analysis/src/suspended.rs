@@ -1,5 +1,5 @@
-//! Tasks of asyncio and trio, and greenlets, that wait: their words, facts about a process, and
-//! lines of evidence about the culprits.
+//! Tasks of asyncio and trio, and greenlets, that wait: their descriptions, facts about a process,
+//! and lines of evidence about the culprits.
 
 use std::fmt;
 
@@ -112,10 +112,10 @@ impl Waiting {
         self.kind != PySuspendedKind::Greenlet && ![FUTURE, WAKEUP].contains(&&*self.awaits)
     }
 
-    /// In words: `task 'upload' of rank 1 awaits a future`, or
-    /// `3 greenlets 'Greenlet' of rank 1 wait`. `of` is `rank 1`, or empty.
+    /// Describes them: `task 'upload' of rank 1 awaits a future`, or `3 greenlets 'Greenlet' of
+    /// rank 1 wait`. `of` is `rank 1`, or empty.
     #[must_use]
-    pub fn words(&self, of: &str) -> String {
+    pub fn describe(&self, of: &str) -> String {
         let (noun, one) = (self.kind.noun(), self.count == 1);
         let who = if one { noun.to_owned() } else { format!("{} {noun}s", self.count) };
         let name = if self.names.text.is_empty() { String::new() } else { format!(" '{}'", self.names) };
@@ -190,7 +190,7 @@ pub(crate) fn lines(evidence: &Evidence, ranks: &[u32]) -> Vec<EvidenceLine> {
         let awaits = if is_future { FUTURE } else { &suspended.awaits };
         let count = u64::from(suspended.count.max(1));
         let waiting = Waiting { count, ..Waiting::new(suspended.kind(), &suspended.name, awaits) };
-        let text = format!("{} at {}", waiting.words(&format!("rank {rank}")), suspended.place);
+        let text = format!("{} at {}", waiting.describe(&format!("rank {rank}")), suspended.place);
         EvidenceLine { text, ranks: vec![rank] }
     };
     let all = of_ranks.flat_map(|rank| of_rank(rank).into_iter().map(|suspended| line(rank.rank, suspended)));
@@ -244,7 +244,7 @@ mod tests {
         assert_eq!(lines.len(), 1);
         assert_eq!(lines[0].text, "task 'upload' of rank 1 awaits a future at train.py:31 in fetch");
         assert!(super::lines(&evidence, &[0]).is_empty());
-        // Tasks of trio that sleep are no line.
+        // Tasks of trio that sleep get no line.
         let of_trio = |name: &str, leaf: (&str, &str)| task(name, "a wakeup", &[leaf, ("fetch", "/job/train.py:31")]);
         let wakeups = [
             of_trio("receive", ("receive", "/v/site-packages/trio/_channel.py:30")),
@@ -266,7 +266,7 @@ mod tests {
         // A pool of equal workers is one line.
         let worker = |number| task(&format!("Task-{number}"), "a future", &[("fetch", "/job/train.py:31")]);
         let mut pool: Vec<PySuspended> = (9..12).map(worker).collect();
-        // Greenlets of eventlet that sleep are no line.
+        // Greenlets of eventlet that sleep get no line.
         let sleeps =
             task("GreenThread", "", &[("sleep", "/v/eventlet/greenthread.py:38"), ("beat", "/job/train.py:9")]);
         pool.push(PySuspended { kind: PySuspendedKind::Greenlet.into(), ..sleeps });
@@ -283,22 +283,22 @@ mod tests {
     #[test]
     fn those_that_wait_are_named_by_what_they_have_in_common() {
         use PySuspendedKind::{Greenlet, Task};
-        let words = |all: &[(PySuspendedKind, &str, &str)], of: &str| {
+        let described = |all: &[(PySuspendedKind, &str, &str)], of: &str| {
             let mut each = all.iter().map(|(kind, name, awaits)| Waiting::new(*kind, name, awaits));
             let mut waiting = each.next().unwrap();
             each.for_each(|other| {
                 assert!(waiting.is_like(&other));
                 waiting.add(&other);
             });
-            waiting.words(of)
+            waiting.describe(of)
         };
         let one = [(Task, "upload", "task 'fetch'")];
-        assert_eq!(words(&one, "rank 1"), "task 'upload' of rank 1 awaits task 'fetch'");
+        assert_eq!(described(&one, "rank 1"), "task 'upload' of rank 1 awaits task 'fetch'");
         let three = [(Task, "Task-9", "task 'a-3'"), (Task, "Task-10", "task 'a-4'"), (Task, "Task-11", "task 'a-4'")];
-        assert_eq!(words(&three, ""), "3 tasks 'Task-…' await task 'a-…'");
-        assert_eq!(words(&[(Task, "é1", "a future"), (Task, "è1", "a future")], ""), "2 tasks await a future");
+        assert_eq!(described(&three, ""), "3 tasks 'Task-…' await task 'a-…'");
+        assert_eq!(described(&[(Task, "é1", "a future"), (Task, "è1", "a future")], ""), "2 tasks await a future");
         assert_eq!(
-            words(&[(Greenlet, "Pool", ""), (Greenlet, "Pool", "")], "ranks 0-1 (2)"),
+            described(&[(Greenlet, "Pool", ""), (Greenlet, "Pool", "")], "ranks 0-1 (2)"),
             "2 greenlets 'Pool' of ranks 0-1 (2) wait"
         );
         assert!(!Waiting::new(Task, "a", "a future").is_like(&Waiting::new(Task, "a", "task 'b'")));

@@ -452,7 +452,8 @@ impl Job {
         entry.dump = Some(dump(rank, stack).into());
     }
 
-    /// A process that is no rank, with this stack in both samples. The pid is 1000 and this number.
+    /// A process that is not a rank, with this stack in both samples. The pid is 1000 and this
+    /// number.
     pub fn process(&mut self, number: u32, command: &str, stack: Stack) -> &mut Stacktrace {
         let dump = Stacktrace { command: command.into(), rank: -1, ..dump(number, stack) };
         let node = self.rank(0).node.clone();

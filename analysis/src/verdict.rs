@@ -138,7 +138,7 @@ pub enum VerdictKind {
     /// A culprit waits for something that another process may do, and it is not known which: data
     /// in a pipe, a message, a lock that processes share.
     OpenWait,
-    /// A culprit is a process that is no rank, or a rank that waits for one.
+    /// A culprit is a process that is not a rank, or a rank that waits for one.
     BehindProcess,
     /// The culprits make progress.
     Progress,
@@ -501,7 +501,7 @@ pub struct Verdict {
     #[serde(default)]
     pub hang: HangEvidence,
     /// Each culprit waits for a thread or child process that is busy, or is a busy process that is
-    /// no rank. Not part of `verdict.json`.
+    /// not a rank. Not part of `verdict.json`.
     #[serde(skip)]
     pub helpers_busy: bool,
     /// The facts that support the verdict, the strongest first. Then what the evidence lacks.

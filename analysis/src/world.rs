@@ -58,7 +58,7 @@ impl EncodedOperations {
     /// are pending, and keeps all operations encoded.
     ///
     /// # Errors
-    /// If it is no valid message.
+    /// If it is not a valid message.
     pub fn split(encoded: &[u8]) -> Result<(RankEvidence, Self), DecodeError> {
         let (mut rest, mut operations, mut pending) = (Vec::with_capacity(encoded.len()), Vec::new(), Vec::new());
         let mut record = None;
@@ -377,7 +377,7 @@ pub(crate) fn is_init(operation: &Operation) -> bool {
     operation.kind() == OpKind::HostCall && matches!(operation.op(), Op::CommInit | Op::CommSplit)
 }
 
-/// A process that is no rank.
+/// A process that is not a rank.
 #[derive(Debug)]
 pub(crate) struct ProcessView {
     /// Its node.
@@ -410,7 +410,7 @@ impl ProcessView {
 pub(crate) struct World<'a> {
     /// One view for each rank. A rank index is an index into this list.
     pub views: Vec<RankView<'a>>,
-    /// The processes that are no ranks, and that ranks wait for.
+    /// The processes that are not ranks, and that ranks wait for.
     pub processes: Vec<ProcessView>,
     /// Number of ranks of the job: from the evidence, or more if a higher rank was seen.
     pub size: u32,

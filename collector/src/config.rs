@@ -118,7 +118,7 @@ fn unresponsive(path: &Path) -> Option<String> {
     file::within(file::PATIENCE, look).err().map(|error| error.to_string())
 }
 
-/// How many incident folders to keep; zero is no limit.
+/// How many incident folders to keep; zero means no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RetentionLimits {
     /// Number of newest folders to keep.

@@ -501,7 +501,7 @@ mod tests {
         // After a quiet window it is not a flood any more.
         assert!(repeats.summarize(begun + WINDOW * 3).is_empty());
         assert_eq!(flood(&mut repeats, begun + WINDOW * 3), MOST_AT_FIRST);
-        assert_eq!(repeats.summarize(begun + WINDOW * 4).len(), 1, "it is told also when no other line comes");
+        assert_eq!(repeats.summarize(begun + WINDOW * 4).len(), 1, "it is logged also when no other line comes");
     }
 
     #[test]

@@ -76,15 +76,15 @@ pub const LISTENS: &str = "anybody who connects";
 /// more if there are so many.
 pub const MAX_SUSPENDED: usize = 256;
 
-/// Start of the name of an awaited datagram socket of which a process expects a reply. The path
+/// Start of the name of an awaited datagram socket from which a process expects a reply. The path
 /// follows.
 pub const REPLIES: &str = "a reply from";
 
-/// What a task of asyncio awaits if it is no other task. The capture writes it, and the judge reads
-/// it.
+/// What a task of asyncio awaits if it is not another task. The capture writes it, and the judge
+/// reads it.
 pub const FUTURE: &str = "a future";
 
-/// What a task of trio awaits if it is no other task: nothing shows what wakes it.
+/// What a task of trio awaits if it is not another task: nothing shows what wakes it.
 pub const WAKEUP: &str = "a wakeup";
 
 /// Name of the hook's thread in a rank. It waits for the device and for the collector.

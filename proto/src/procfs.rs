@@ -1,5 +1,6 @@
-//! The only reader of the files of `/proc` that describe processes, threads, mounts and sockets,
-//! for all members. It only reads and stops nothing.
+//! Readers of the files of `/proc` that describe processes, threads, mounts and sockets, shared by
+//! all members but the hook. They stop nothing. The capture has further readers, for what only it
+//! needs.
 //!
 //! The capture reads five files of each of up to thousands of threads, so those readers use a
 //! buffer on the stack and allocate only the fields that they return. The hook does not use this

@@ -42,7 +42,7 @@ pub struct Slice {
 /// Decodes a file.
 ///
 /// # Errors
-/// It is no such file, it is of a newer format, or its indices point nowhere.
+/// It is not such a file, it is of a newer format, or its indices point nowhere.
 pub fn decode(bytes: &[u8]) -> io::Result<StackSamples> {
     let invalid = |what: String| io::Error::new(io::ErrorKind::InvalidData, what);
     let samples: StackSamples = lenient::decode(bytes).map_err(|error| invalid(error.to_string()))?;

@@ -473,7 +473,7 @@ impl<R: Read> Reader<R> {
     /// Reads the head.
     ///
     /// # Errors
-    /// Those of `input`, or that it is no timeline of this or an earlier version.
+    /// Those of `input`, or that it is not a timeline of this or an earlier version.
     pub fn new(mut input: R) -> io::Result<Self> {
         match next_part(&mut input)? {
             Some(Part::Head(head)) if head.format == FORMAT => Ok(Reader { input, head }),
@@ -481,7 +481,7 @@ impl<R: Read> Reader<R> {
                 "the timeline has format {}, and this program reads format {FORMAT}: update xpu_timer",
                 head.format
             ))),
-            _ => Err(invalid("this is no timeline of xpu_timer: it has no head")),
+            _ => Err(invalid("this is not a timeline of xpu_timer: it has no head")),
         }
     }
 
@@ -536,7 +536,7 @@ fn length(input: &mut impl Read) -> io::Result<Option<u64>> {
             return Ok(Some(length));
         }
     }
-    Err(invalid("the length of a chunk of the timeline is no varint"))
+    Err(invalid("the length of a chunk of the timeline is not a varint"))
 }
 
 fn invalid(what: &str) -> io::Error {
@@ -590,7 +590,7 @@ mod tests {
     }
 
     #[test]
-    fn a_new_group_is_no_new_shape() {
+    fn a_new_group_is_not_a_new_shape() {
         let mut given = steps(500);
         for (index, operation) in given.iter_mut().enumerate().filter(|(index, _)| index % 5 < 2) {
             operation.group = 1 + index as u64 / 5;

@@ -1,7 +1,7 @@
 //! Merges the dumps of all ranks one by one, into two trees and into groups of ranks that are at
 //! the same place.
 //!
-//! Stacks repeat across ranks. Each frame becomes the number of its word, and each stack a list of
+//! Stacks repeat across ranks. Each frame becomes the number of its name, and each stack a list of
 //! these numbers. A rank only adds itself to its stacks, and a tree is built once from the distinct
 //! stacks ([`Stacks`]).
 
@@ -13,7 +13,7 @@ use xpu_timer_analysis::{
     groups,
     main_thread::{self, Candidate},
     own_place,
-    prefix_tree::{NodeId, PrefixTree, WordId, WordTable},
+    prefix_tree::{NameId, NameTable, NodeId, PrefixTree},
     rank_set::RankSet,
     suspended::Waiting,
 };
@@ -224,7 +224,7 @@ impl Merger {
     /// Builds the trees and groups.
     pub fn finish(self) -> Merged {
         let stacks_of = |mode| if mode == Mode::Native { &self.native } else { &self.python };
-        let path_of = |(mode, id)| -> (Mode, Box<[WordId]>) { (mode, stacks_of(mode).words_of(id).into()) };
+        let path_of = |(mode, id)| -> (Mode, Box<[NameId]>) { (mode, stacks_of(mode).names_of(id).into()) };
         let paths: Vec<_> = self.main.into_iter().map(|(main, ranks)| (ranks, main.map(path_of))).collect();
         let (native, native_ends) = self.native.into_tree();
         let (python, python_ends) = self.python.into_tree();
@@ -286,28 +286,28 @@ impl StackId {
 #[derive(Debug)]
 struct Stack {
     /// Root first; not empty.
-    words: Box<[WordId]>,
+    names: Box<[NameId]>,
     ranks: RankSet,
 }
 
 /// The distinct stacks of one picture.
 #[derive(Debug, Default)]
 pub struct Stacks {
-    words: WordTable,
-    /// Words by function and file, so that the word of a known frame is not built again. Each entry
-    /// has the hash of its frame. A word whose frame needed cleaning is missing, because its text
+    names: NameTable,
+    /// Names by function and file, so that the name of a known frame is not built again. Each entry
+    /// has the hash of its frame. A name whose frame needed cleaning is missing, because its text
     /// differs from the frame.
-    by_frame: HashTable<(u64, WordId)>,
-    /// Indexed by word: whether this frame and all frames towards the leaf are not drawn.
+    by_frame: HashTable<(u64, NameId)>,
+    /// Indexed by name: whether this frame and all frames towards the leaf are not drawn.
     dropped: Vec<bool>,
-    /// The root of the last stack, and for each word the word that followed it last.
-    first: Option<WordId>,
-    next: Vec<Option<WordId>>,
+    /// The root of the last stack, and for each name the name that followed it last.
+    first: Option<NameId>,
+    next: Vec<Option<NameId>>,
     stacks: Vec<Stack>,
-    by_words: HashTable<(u64, StackId)>,
+    by_names: HashTable<(u64, StackId)>,
     hasher: DefaultHashBuilder,
-    /// Buffers for the current stack and word, kept to reuse their memory.
-    stack: Vec<WordId>,
+    /// Buffers for the current stack and name, kept to reuse their memory.
+    stack: Vec<NameId>,
     text: String,
 }
 
@@ -317,20 +317,20 @@ impl Stacks {
         self.stack.clear();
         let mut guess = self.first;
         for frame in leaf_first.iter().rev() {
-            // The word that followed its caller last time nearly always follows it again.
-            let word = match guess {
-                Some(guess) if is_text_of(self.words.text(guess), frame) => guess,
-                _ => self.word(frame),
+            // The name that followed its caller last time nearly always follows it again.
+            let name = match guess {
+                Some(guess) if is_text_of(self.names.text(guess), frame) => guess,
+                _ => self.name(frame),
             };
             match self.stack.last() {
-                Some(caller) => self.next[caller.index()] = Some(word),
-                None => self.first = Some(word),
+                Some(caller) => self.next[caller.index()] = Some(name),
+                None => self.first = Some(name),
             }
-            if self.dropped[word.index()] {
+            if self.dropped[name.index()] {
                 break;
             }
-            self.stack.push(word);
-            guess = self.next[word.index()];
+            self.stack.push(name);
+            guess = self.next[name.index()];
         }
         if self.stack.is_empty() { None } else { Some(self.intern_stack()) }
     }
@@ -340,41 +340,41 @@ impl Stacks {
         self.stacks[id.0 as usize].ranks.insert(rank);
     }
 
-    fn word(&mut self, frame: &Frame<'_>) -> WordId {
+    fn name(&mut self, frame: &Frame<'_>) -> NameId {
         let hash = self.hasher.hash_one((frame.func, frame.file));
-        let words = &self.words;
-        if let Some(&(_, word)) = self.by_frame.find(hash, |&(_, word)| is_text_of(words.text(word), frame)) {
-            return word;
+        let names = &self.names;
+        if let Some(&(_, name)) = self.by_frame.find(hash, |&(_, name)| is_text_of(names.text(name), frame)) {
+            return name;
         }
         let (func, file) = frame.text();
         self.text.clear();
         folded::push_word(&mut self.text, &func, &file);
-        let word = self.words.intern(&self.text);
-        if word.index() == self.dropped.len() {
+        let name = self.names.intern(&self.text);
+        if name.index() == self.dropped.len() {
             self.dropped.push(self.text.contains(DROPPED_FROM));
             self.next.push(None);
         }
         if is_text_of(&self.text, frame) {
-            self.by_frame.insert_unique(hash, (hash, word), |&(hash, _)| hash);
+            self.by_frame.insert_unique(hash, (hash, name), |&(hash, _)| hash);
         }
-        word
+        name
     }
 
     fn intern_stack(&mut self) -> StackId {
         let hash = self.hasher.hash_one(&self.stack[..]);
         let (stacks, stack) = (&self.stacks, &self.stack);
-        if let Some(&(_, id)) = self.by_words.find(hash, |&(_, id)| *stacks[id.0 as usize].words == **stack) {
+        if let Some(&(_, id)) = self.by_names.find(hash, |&(_, id)| *stacks[id.0 as usize].names == **stack) {
             return id;
         }
         let id = StackId(u32::try_from(stacks.len()).expect("fewer than 2^32 stacks, each of which takes memory"));
-        self.stacks.push(Stack { words: self.stack[..].into(), ranks: RankSet::new() });
-        self.by_words.insert_unique(hash, (hash, id), |&(hash, _)| hash);
+        self.stacks.push(Stack { names: self.stack[..].into(), ranks: RankSet::new() });
+        self.by_names.insert_unique(hash, (hash, id), |&(hash, _)| hash);
         id
     }
 
-    /// The words of a stack, root first.
-    pub fn words_of(&self, id: StackId) -> &[WordId] {
-        &self.stacks[id.0 as usize].words
+    /// The names of a stack, root first.
+    pub fn names_of(&self, id: StackId) -> &[NameId] {
+        &self.stacks[id.0 as usize].names
     }
 
     /// Number of different stacks.
@@ -390,18 +390,18 @@ impl Stacks {
     /// The tree of all stacks, including those without a rank, and the node at which each stack
     /// ends.
     pub fn into_tree_and_ends(self) -> (PrefixTree, Vec<NodeId>) {
-        let mut tree = PrefixTree::with_words(self.words);
-        let ends = self.stacks.iter().filter_map(|stack| tree.insert_set(&stack.words, &stack.ranks)).collect();
+        let mut tree = PrefixTree::with_names(self.names);
+        let ends = self.stacks.iter().filter_map(|stack| tree.insert_set(&stack.names, &stack.ranks)).collect();
         (tree, ends)
     }
 
-    /// The tree of the stacks that have a rank, and the end of each stack. The numbers of the words
+    /// The tree of the stacks that have a rank, and the end of each stack. The numbers of the names
     /// stay valid.
     pub fn into_tree(self) -> (PrefixTree, Vec<StackEnd>) {
-        let mut tree = PrefixTree::with_words(self.words);
+        let mut tree = PrefixTree::with_names(self.names);
         let ends = self.stacks.into_iter().map(|stack| {
-            let node = if stack.ranks.is_empty() { None } else { tree.insert_set(&stack.words, &stack.ranks) };
-            node.map_or(StackEnd::Undrawn(stack.words), StackEnd::Drawn)
+            let node = if stack.ranks.is_empty() { None } else { tree.insert_set(&stack.names, &stack.ranks) };
+            node.map_or(StackEnd::Undrawn(stack.names), StackEnd::Drawn)
         });
         let ends = ends.collect();
         (tree, ends)
@@ -415,16 +415,16 @@ pub enum StackEnd {
     Drawn(NodeId),
     /// No rank has this stack, so it is not in the tree. It belongs to an earlier sample, a child
     /// process, or a file that turned out to be invalid.
-    Undrawn(Box<[WordId]>),
+    Undrawn(Box<[NameId]>),
 }
 
-/// Whether the word is exactly the text of the frame.
-fn is_text_of(word: &str, frame: &Frame<'_>) -> bool {
-    let (word, func, file) = (word.as_bytes(), frame.func, frame.file);
-    word.len() == func.len() + 1 + file.len()
-        && word[func.len()] == b'@'
-        && word.starts_with(func)
-        && word.ends_with(file)
+/// Whether the name is exactly the text of the frame.
+fn is_text_of(name: &str, frame: &Frame<'_>) -> bool {
+    let (name, func, file) = (name.as_bytes(), frame.func, frame.file);
+    name.len() == func.len() + 1 + file.len()
+        && name[func.len()] == b'@'
+        && name.starts_with(func)
+        && name.ends_with(file)
 }
 
 #[cfg(test)]
@@ -437,8 +437,8 @@ mod tests {
     use super::*;
 
     fn python(name: &str, root_first: &str) -> PySpyStacktrace {
-        let frames = root_first.split(' ').rev().map(|word| {
-            let (func, file) = word.split_once('@').unwrap();
+        let frames = root_first.split(' ').rev().map(|name| {
+            let (func, file) = name.split_once('@').unwrap();
             PySpyFrame { func_name: func.into(), file_name: file.into(), ..Default::default() }
         });
         PySpyStacktrace { thread_name: name.into(), frames: frames.collect(), ..Default::default() }
@@ -505,7 +505,7 @@ mod tests {
     }
 
     #[test]
-    fn words_are_equal_when_their_text_is() {
+    fn names_are_equal_when_their_text_is() {
         let mut stacks = Stacks::default();
         let a = add(&mut stacks, &[frame("a", "b@c")], 0);
         assert_eq!(add(&mut stacks, &[frame("a@b", "c")], 1), a, "the same text from another frame");
@@ -517,7 +517,7 @@ mod tests {
     }
 
     #[test]
-    fn a_dropped_word_ends_the_stack() {
+    fn a_dropped_frame_ends_the_stack() {
         let mut stacks = Stacks::default();
         let short = add(&mut stacks, &[frame("root", "r")], 0);
         assert_eq!(add(&mut stacks, &[frame("leaf", "l"), frame("x.lto_priv.3", "m"), frame("root", "r")], 1), short);

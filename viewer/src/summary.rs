@@ -182,7 +182,7 @@ impl TerminalStyle {
     }
 }
 
-/// Adds the culprits that are no ranks.
+/// Adds the culprits that are not ranks.
 fn push_processes(text: &mut String, verdict: &Verdict) {
     for process in verdict.culprit_processes.iter().filter(|process| process.rank.is_none()).take(GROUPS_SHOWN) {
         let node = if process.node.is_empty() { String::new() } else { format!(" on {}", line(&process.node)) };
@@ -213,9 +213,9 @@ fn push_groups(text: &mut String, merged: &Merged, about: &SummaryContext<'_>, t
     }
 }
 
-/// Tasks or greenlets that wait, in words, with their ranks.
+/// A description of tasks or greenlets that wait, with their ranks.
 fn waiting_text(of: &WaitingRanks) -> String {
-    line(&of.waiting.words(&ranks_of(&of.ranks))).into_owned()
+    line(&of.waiting.describe(&ranks_of(&of.ranks))).into_owned()
 }
 
 /// Adds the tasks and greenlets that wait: first those of culprits, then those that wait for no
@@ -229,9 +229,9 @@ fn push_waiting(text: &mut String, merged: &Merged, culprits: &RankSet, terminal
     }
     for of in all.iter().take(WAITING_SHOWN) {
         let style = TerminalStyle(terminal.colour);
-        let words = waiting_text(of);
-        let words = if is_culprit(of) { style.red(&words) } else { words };
-        let _ = writeln!(text, "  {words} at {}", line(&of.place));
+        let description = waiting_text(of);
+        let description = if is_culprit(of) { style.red(&description) } else { description };
+        let _ = writeln!(text, "  {description} at {}", line(&of.place));
     }
     if all.len() > WAITING_SHOWN {
         let _ = writeln!(text, "  and {} more groups; --json shows all", all.len() - WAITING_SHOWN);
@@ -306,9 +306,9 @@ pub fn json(merged: &Merged, about: &SummaryContext<'_>, folder: &str) -> serde_
     if about.stacks {
         let stacks = stacks_of(merged).into_iter();
         value["stacks"] = stacks
-            .map(|Stack { mode, ranks, words, .. }| {
+            .map(|Stack { mode, ranks, names, .. }| {
                 let mode = if mode == Mode::Python { "python" } else { "native" };
-                json!({"mode": mode, "ranks": ranks.to_string(), "leaf_first": words})
+                json!({"mode": mode, "ranks": ranks.to_string(), "leaf_first": names})
             })
             .collect();
     }
@@ -320,7 +320,7 @@ pub fn json(merged: &Merged, about: &SummaryContext<'_>, folder: &str) -> serde_
                 json!({
                     "kind": waiting.kind.noun(), "name": waiting.name(), "count": waiting.count,
                     "awaits": waiting.awaits(), "place": place, "ranks": ranks.to_string(),
-                    "leaf_first": suspended_words(merged, of),
+                    "leaf_first": suspended_names(merged, of),
                 })
             })
             .collect();
@@ -335,7 +335,7 @@ struct Stack<'a> {
     number: usize,
     ranks: &'a RankSet,
     /// Leaf first.
-    words: Vec<&'a str>,
+    names: Vec<&'a str>,
 }
 
 /// All stacks: Python, then native, those of most ranks first.
@@ -346,32 +346,32 @@ fn stacks_of(merged: &Merged) -> Vec<Stack<'_>> {
     {
         for (number, end) in ends.iter().enumerate() {
             let StackEnd::Drawn(end) = *end else { continue };
-            let words = words_of(tree, end);
+            let names = names_of(tree, end);
             // The process state is drawn as a stack of one frame, but it is not a stack.
-            if !matches!(words[..], [word] if word.starts_with("State@")) {
-                stacks.push(Stack { mode, number, ranks: &tree.node(end).ranks, words });
+            if !matches!(names[..], [name] if name.starts_with("State@")) {
+                stacks.push(Stack { mode, number, ranks: &tree.node(end).ranks, names });
             }
         }
     }
     stacks.sort_by(|a, b| {
-        a.mode.cmp(&b.mode).then_with(|| b.ranks.len().cmp(&a.ranks.len())).then_with(|| a.words.cmp(&b.words))
+        a.mode.cmp(&b.mode).then_with(|| b.ranks.len().cmp(&a.ranks.len())).then_with(|| a.names.cmp(&b.names))
     });
     stacks
 }
 
-/// The words of the stack that ends at a node, leaf first.
-fn words_of(tree: &PrefixTree, end: NodeId) -> Vec<&str> {
+/// The names of the stack that ends at a node, leaf first.
+fn names_of(tree: &PrefixTree, end: NodeId) -> Vec<&str> {
     let nodes = std::iter::successors(Some(end), |id| tree.node(*id).parent);
     nodes.map(|id| tree.text(id)).collect()
 }
 
-/// The words of the stack of tasks or greenlets, leaf first.
-fn suspended_words<'a>(merged: &'a Merged, of: &WaitingRanks) -> Vec<&'a str> {
+/// The names of the stack of tasks or greenlets, leaf first.
+fn suspended_names<'a>(merged: &'a Merged, of: &WaitingRanks) -> Vec<&'a str> {
     let StackEnd::Drawn(end) = merged.suspended_ends[of.stack.index()] else { return Vec::new() };
-    let mut words = words_of(&merged.suspended, end);
+    let mut names = names_of(&merged.suspended, end);
     // The root names what waits.
-    words.pop();
-    words
+    names.pop();
+    names
 }
 
 fn push_stacks(text: &mut String, merged: &Merged, width: Option<usize>) {
@@ -379,9 +379,9 @@ fn push_stacks(text: &mut String, merged: &Merged, width: Option<usize>) {
     if stacks.is_empty() && merged.waiting.is_empty() {
         text.push_str("\nNo stack matches --rank, --thread and --grep.\n");
     }
-    for Stack { mode, number, ranks, words } in stacks.iter().take(STACKS_SHOWN) {
+    for Stack { mode, number, ranks, names } in stacks.iter().take(STACKS_SHOWN) {
         let kind = if *mode == Mode::Python { "Python" } else { "Native" };
-        push_stack(text, &format!("{kind} stack of {}", ranks_of(ranks)), words, width);
+        push_stack(text, &format!("{kind} stack of {}", ranks_of(ranks)), names, width);
         if *mode == Mode::Python {
             push_waiting_stacks(text, merged, Some(*number), width);
         }
@@ -392,10 +392,10 @@ fn push_stacks(text: &mut String, merged: &Merged, width: Option<usize>) {
     }
 }
 
-fn push_stack(text: &mut String, title: &str, words: &[&str], width: Option<usize>) {
+fn push_stack(text: &mut String, title: &str, names: &[&str], width: Option<usize>) {
     let _ = writeln!(text, "\n{title}, leaf first");
-    for word in words {
-        let _ = writeln!(text, "  {}", shown(word, width.map(|width| width.saturating_sub(2))));
+    for name in names {
+        let _ = writeln!(text, "  {}", shown(name, width.map(|width| width.saturating_sub(2))));
     }
 }
 
@@ -404,7 +404,7 @@ fn push_waiting_stacks(text: &mut String, merged: &Merged, number: Option<usize>
     let of_thread = |of: &&WaitingRanks| of.thread.map(StackId::index) == number;
     let all: Vec<&WaitingRanks> = merged.waiting.iter().filter(of_thread).collect();
     for of in all.iter().take(WAITING_SHOWN) {
-        push_stack(text, &waiting_text(of), &suspended_words(merged, of), width);
+        push_stack(text, &waiting_text(of), &suspended_names(merged, of), width);
     }
     if all.len() > WAITING_SHOWN {
         let _ =
@@ -449,10 +449,10 @@ fn push_group(text: &mut String, merged: &Merged, group: &Group, culprits_here: 
         text.push_str("      no stack\n");
         return;
     };
-    let mut push = |before: &str, word: &str, after: &str| {
+    let mut push = |before: &str, name: &str, after: &str| {
         let taken = before.chars().count() + after.chars().count();
         let _ =
-            writeln!(text, "{before}{}{after}", shown(word, terminal.width.map(|width| width.saturating_sub(taken))));
+            writeln!(text, "{before}{}{after}", shown(name, terminal.width.map(|width| width.saturating_sub(taken))));
     };
     push("      at ", &place.deepest, if place.mode == Mode::Python { "" } else { " (native)" });
     if let Some(own) = place.own.as_ref().filter(|own| **own != place.deepest) {
@@ -460,13 +460,13 @@ fn push_group(text: &mut String, merged: &Merged, group: &Group, culprits_here: 
     }
 }
 
-/// A word as people write it: `func (file)`. If it is too long, the beginning of the path is cut
-/// first, then the end of the function.
-fn shown(word: &str, width: Option<usize>) -> String {
+/// The name of a frame as people write it: `func (file)`. If it is too long, the beginning of the
+/// path is cut first, then the end of the function.
+fn shown(name: &str, width: Option<usize>) -> String {
     // Function names sometimes contain `@` (`pthread_cond_wait@@GLIBC_2.3.2`), paths hardly ever.
-    let (func, file) = match word.rsplit_once('@') {
+    let (func, file) = match name.rsplit_once('@') {
         Some((func, file)) if !func.is_empty() && !file.is_empty() => (func, file),
-        _ => (word, ""),
+        _ => (name, ""),
     };
     let count = |text: &str| text.chars().count();
     let last = |text: &str, most: usize| text.chars().skip(count(text).saturating_sub(most)).collect::<String>();
@@ -532,17 +532,17 @@ mod tests {
 
     #[test]
     fn a_shortened_frame_keeps_the_searched_text() {
-        let word = "forward_backward@/data/mcore/Megatron-LM/megatron/core/schedules.py:1467";
-        assert_eq!(shown(word, None), "forward_backward (/data/mcore/Megatron-LM/megatron/core/schedules.py:1467)");
-        assert_eq!(shown(word, Some(50)), "forward_backward (…egatron/core/schedules.py:1467)");
-        assert_eq!(shown(word, Some(40)), "forward_backward (…re/schedules.py:1467)");
-        assert_eq!(shown(word, Some(34)), "forward_backw… (…chedules.py:1467)");
+        let name = "forward_backward@/data/mcore/Megatron-LM/megatron/core/schedules.py:1467";
+        assert_eq!(shown(name, None), "forward_backward (/data/mcore/Megatron-LM/megatron/core/schedules.py:1467)");
+        assert_eq!(shown(name, Some(50)), "forward_backward (…egatron/core/schedules.py:1467)");
+        assert_eq!(shown(name, Some(40)), "forward_backward (…re/schedules.py:1467)");
+        assert_eq!(shown(name, Some(34)), "forward_backw… (…chedules.py:1467)");
         assert_eq!(shown("a_name_without_any_file", Some(20)), "a_name_without_any_…");
         for width in 20..90 {
-            for word in
-                [word, "f@x", "f", "@", "std::vector<std::pair<int, int>>::push_back@libtorch_cuda_linalg.so", "@/a/b"]
+            for name in
+                [name, "f@x", "f", "@", "std::vector<std::pair<int, int>>::push_back@libtorch_cuda_linalg.so", "@/a/b"]
             {
-                let text = shown(word, Some(width));
+                let text = shown(name, Some(width));
                 assert!(text.chars().count() <= width, "{width}: {text}");
             }
         }
@@ -621,8 +621,8 @@ mod tests {
         verdict.ranks = vec![ranks];
         let about = SummaryContext { verdict: Some(&verdict), ..SummaryContext::default() };
         let text = summary(&merged, &about, Terminal::default());
-        let told = "      at __libc_recv (recv.c:28) (native)\n      called from serve (server.cpp:44)\n";
-        assert!(text.contains(told), "{text}");
+        let expected = "      at __libc_recv (recv.c:28) (native)\n      called from serve (server.cpp:44)\n";
+        assert!(text.contains(expected), "{text}");
     }
 
     #[test]

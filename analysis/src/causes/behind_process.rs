@@ -1,4 +1,4 @@
-//! A rank waits for a process that is no rank, and that process holds up the job.
+//! A rank waits for a process that is not a rank, and that process holds up the job.
 
 use xpu_timer_proto::server::AwaitedKind;
 
@@ -11,8 +11,8 @@ use crate::{
     verdict::{Activity, Cause, Confidence},
 };
 
-/// `process_dead`: ranks wait for a process that is no rank, directly or through others, and it has
-/// ended.
+/// `process_dead`: ranks wait for a process that is not a rank, directly or through others, and it
+/// has ended.
 pub(super) const DEAD: Rule = rule(Cause::ProcessDead, |case, suspect| explain(case, suspect, Cause::ProcessDead));
 
 /// `process_stopped`: like [`DEAD`], of a process that a signal, a debugger or the freezer has
@@ -39,7 +39,7 @@ pub(super) const LONG_STEP: Rule = rule(Cause::LongStep, |case, suspect| explain
 pub(super) const HOST_LOCK: Rule = rule(Cause::HostLock, |case, suspect| explain(case, suspect, Cause::HostLock));
 
 /// `missing_rank`: like [`DEAD`], of a process that is at another place: it sleeps, computes, or
-/// waits for something of which nothing is known. The confidence is at most medium.
+/// waits for something unknown. The confidence is at most medium.
 ///
 /// Without a rank that waits in an operation, a process counts only if it can never answer; see
 /// [`ProcessWait::proves_hang`](crate::graph::ProcessWait::proves_hang). Else it may be a server at

@@ -79,7 +79,7 @@ fn dead(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 }
 
 /// Whether the rank is a member of the communicator only by the layout of the others, while there
-/// is a rank of which nothing is known. That rank may be the member in its place.
+/// is an unknown rank. That rank may be the member in its place.
 fn may_be_no_member(case: &Case<'_>, rank_index: usize, event: Option<Event>) -> bool {
     let Some(Event::Collective { comm, .. }) = event else { return false };
     let (comm, views) = (&case.comms[comm], &case.world.views);
@@ -115,7 +115,7 @@ fn waiters_may_be_at_fault(case: &Case<'_>, rank_index: usize, event: Option<Eve
     let Some(event) = event.filter(|_| success(rank_index)) else { return false };
     let Event::Collective { comm, .. } = event else { return matches!(event, Event::PointToPoint { .. }) };
     let (comm, inside) = (&case.comms[comm], case.graph.waiters_of(event).len());
-    // A member of which nothing is known may have left as well.
+    // An unknown member may have left as well.
     let unseen = comm.silent.iter().filter(|rank_index| case.view(**rank_index).unseen()).take(inside).count();
     let left = comm.members.iter().filter(|member| success(member.rank_index)).take(inside).count();
     left + unseen + comm.unnamed as usize >= inside

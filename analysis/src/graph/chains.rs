@@ -404,7 +404,7 @@ impl Chains<'_, '_> {
         processes.filter(|(_, process)| is_sharer(process)).map(|(index, _)| index).collect()
     }
 
-    /// Whether a process that is no rank of this job waits in an operation.
+    /// Whether a process that is not a rank of this job waits in an operation.
     fn in_operation_of_its_own(&self, member: Member) -> bool {
         let host = self.host(member);
         let waits = matches!(host.observed.activity, Activity::DeviceWait | Activity::CommInit);
@@ -466,7 +466,7 @@ impl Chains<'_, '_> {
         awaited.is_some_and(|awaited| awaited.kind() == AwaitedKind::Child)
     }
 
-    /// Whether a process that is no rank has started ranks, and its main thread waits for their
+    /// Whether a process that is not a rank has started ranks, and its main thread waits for their
     /// ends: it shares the locks that it has made for them, and holds none.
     fn waits_for_its_ranks(&self, member: Member) -> bool {
         let is_launcher = matches!(member, Member::Process(_)) && self.launchers.contains(&member);
@@ -712,7 +712,7 @@ impl Candidate {
 enum Next {
     /// No other process has the other end.
     Nobody,
-    /// It is a process of which nothing is known, or one that waits for the same thing.
+    /// It is an unknown process, or one that waits for the same thing.
     Unknown,
     /// Only this one has the other end.
     One(Member),

@@ -1,4 +1,4 @@
-//! Chains of waiting through processes that are no ranks: a rank waits for an engine, which waits
+//! Chains of waiting through processes that are not ranks: a rank waits for an engine, which waits
 //! for a server, which is stopped.
 
 use std::collections::{BTreeSet, HashSet};
@@ -9,7 +9,7 @@ use super::{
 };
 use crate::{stacks::ProcessState, world::World};
 
-/// A rank that waits for a process that is no rank, directly or through other processes.
+/// A rank that waits for a process that is not a rank, directly or through other processes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ProcessWait {
     /// Index of the rank.
@@ -79,12 +79,12 @@ pub(super) struct Waits {
     pub of_ranks: Vec<ResourceWait>,
     /// Ranks that wait for each other, each cycle ascending, if nothing outside wakes any of them.
     pub cycles: Vec<Vec<usize>>,
-    /// Ranks that wait for a process that is no rank.
+    /// Ranks that wait for a process that is not a rank.
     pub of_processes: Vec<ProcessWait>,
     /// Ranks that wait for a process that waits for clients itself, and the index of that process,
-    /// if it is no rank.
+    /// if it is not a rank.
     pub at_rest: Vec<(usize, Option<usize>)>,
-    /// Ranks that wait for a process of which too little is known.
+    /// Ranks that wait for a process about which too little is known.
     pub on_unknown: Vec<usize>,
     /// Ranks that wait for a lock that only their own threads could release.
     pub locked_in: Vec<usize>,
@@ -189,7 +189,7 @@ pub(crate) struct ToCome {
     /// Index of the process.
     pub process: usize,
     pub state: ProcessState,
-    /// No other rank is missing, and the process is no parent of ranks. So it is this rank's.
+    /// No other rank is missing, and the process is not a parent of ranks. So it is this rank's.
     pub is_that_rank: bool,
 }
 

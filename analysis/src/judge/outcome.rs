@@ -44,7 +44,7 @@ pub(super) fn unexplained(case: &Case<'_>) -> Outcome {
     let stacks = views.iter().filter(|view| view.host.stack).count();
     let nothing_pending = case.graph.events.is_empty();
     if !views.is_empty() && nothing_pending && stacks == views.len() {
-        // A thread may wait for its device in a busy loop of the driver, which is no progress.
+        // A thread may wait for its device in a busy loop of the driver, which is not progress.
         let quiet = matches!(kind, TriggerKind::Idle | TriggerKind::Heartbeat);
         let spins = |view: &RankView<'_>| quiet && view.host.observed.activity == Activity::DeviceWait;
         let progresses = |view: &RankView<'_>| {
@@ -240,7 +240,7 @@ pub(super) fn uses_device(case: &Case<'_>, rank_index: usize) -> bool {
 }
 
 /// The main thread of each culprit waits for a thread or child process that is busy, or the culprit
-/// is a busy process that is no rank. Like a busy main thread, that does not prove a hang.
+/// is a busy process that is not a rank. Like a busy main thread, that does not prove a hang.
 pub(super) fn helpers_busy(case: &Case<'_>, outcome: &Outcome) -> bool {
     let waits = |host: &Host| host.moved.is_some_and(|moved| moved.helper_busy);
     let runs = |host: &Host| host.moved.is_some_and(Movement::is_progress);

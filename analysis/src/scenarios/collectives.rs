@@ -173,9 +173,9 @@ fn a_rank_that_skipped_and_ended_skipped() {
         job.rank(rank).presence = Presence::Left.into();
         job.rank(rank).dump = None;
     }
-    let told = "their calls returned while ranks 0, 3 are still inside, so ranks 1-2 have run one collective fewer; they have exited since then";
+    let expected = "their calls returned while ranks 0, 3 are still inside, so ranks 1-2 have run one collective fewer; they have exited since then";
     let verdict = job.judge();
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
     // Without proof, a rank that ended in order also skipped, and a killed rank is dead.
     let mut job = skip(2, 40_000);
     job.rank(2).presence = Presence::Left.into();
@@ -197,7 +197,7 @@ fn the_clock_of_the_node_proves_a_skip() {
 }
 
 #[test]
-fn a_broadcast_that_its_root_has_completed_is_no_skip() {
+fn a_broadcast_that_its_root_has_completed_is_not_a_skip() {
     let mut job = Job::with_world(4, 30);
     job.complete(0x77, 0, |operation| (operation.op, operation.peer) = (Op::Broadcast.into(), 0));
     for rank in 1..4 {
@@ -566,15 +566,15 @@ fn a_key_in_the_store_may_name_its_rank() {
     let verdict = waits(&["results/rank_2"], &[0, 3]);
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
     assert_eq!(verdict.victims, [0, 3]);
-    let told = "Rank 2 has not set the key \"results/rank_2\" that the others wait for in the store";
-    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    let expected = "Rank 2 has not set the key \"results/rank_2\" that the others wait for in the store";
+    assert!(verdict.sentence.starts_with(expected), "{}", verdict.sentence);
     let line = "ranks 0, 3 wait for the key \"results/rank_2\" in c10d::TCPStore::wait";
     assert!(verdict.evidence.iter().any(|evidence| evidence.text == line), "{}", verdict.to_text());
     // Every rank sets a key of its own and waits for all of them.
     let verdict = waits(&["done.0", "done.1", "done.2", "done.3"], &[0, 1, 3]);
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
     assert!(verdict.sentence.contains("has not set the key \"done.2\""), "{}", verdict.sentence);
-    // A key that names no rank. The number of a step is no rank.
+    // A key that names no rank. The number of a step is not a rank.
     let verdict = waits(&["step/1"], &[0, 2, 3]);
     expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
     assert_eq!(waits(&["step/1"], &[0, 3]).culprits, [1, 2]);
@@ -600,8 +600,8 @@ fn ranks_that_wait_for_another_number_of_a_barrier() {
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
     assert_eq!(verdict.victims, [0, 1, 3]);
-    let told = "Rank 2 has not set the key \"barrier/18\" that the others wait for in the store";
-    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    let expected = "Rank 2 has not set the key \"barrier/18\" that the others wait for in the store";
+    assert!(verdict.sentence.starts_with(expected), "{}", verdict.sentence);
     assert!(verdict.sentence.contains("and waits for the key \"barrier/17\" in the store"), "{}", verdict.sentence);
     let line = "rank 2 waits for the key \"barrier/17\" in c10d::TCPStore::wait";
     assert!(verdict.evidence.iter().any(|evidence| evidence.text == line), "{}", verdict.to_text());
@@ -614,8 +614,9 @@ fn few_in_a_collective_while_most_wait_for_a_key() {
     (0..3).for_each(|rank| job.awaits_keys(rank, &["shards"]));
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[3], Confidence::Medium);
-    let told = "Rank 3 has not set the key \"shards\" that ranks 0-2 wait for in the store, and waits in all_reduce 10";
-    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    let expected =
+        "Rank 3 has not set the key \"shards\" that ranks 0-2 wait for in the store, and waits in all_reduce 10";
+    assert!(verdict.sentence.starts_with(expected), "{}", verdict.sentence);
     assert!(!verdict.to_text().contains("creation of a communicator"), "{}", verdict.to_text());
 }
 

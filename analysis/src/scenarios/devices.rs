@@ -211,7 +211,7 @@ fn a_rank_that_is_behind_explains_the_graphs_of_the_others() {
 }
 
 #[test]
-fn a_dump_on_demand_of_a_healthy_job_is_no_hang() {
+fn a_dump_on_demand_of_a_healthy_job_is_not_a_hang() {
     let mut job = Job::with_world(4, 30);
     job.trigger(TriggerKind::Manual);
     assert_eq!(job.judge().cause, Cause::NotAHang);
@@ -254,7 +254,7 @@ fn a_device_whose_host_goes_on_may_only_be_slow() {
 }
 
 #[test]
-fn a_group_that_is_not_closed_is_no_stuck_device() {
+fn a_group_that_is_not_closed_is_not_a_stuck_device() {
     let mut job = Job::with_world(4, 10);
     for rank in [0, 1, 3] {
         job.enter(0x77, rank, Op::AllReduce);

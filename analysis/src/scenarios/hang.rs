@@ -37,7 +37,7 @@ fn hang(job: &Job) -> HangEvidence {
 }
 
 #[test]
-fn a_job_that_reads_or_computes_is_no_hang() {
+fn a_job_that_reads_or_computes_is_not_a_hang() {
     let reads = || Stack::checkpoint().moving_bytes(1 << 30);
     assert_eq!(hang(&quiet(|_| reads())), HangEvidence::None, "all ranks read their shards");
     assert_eq!(hang(&quiet(|rank| if rank == 0 { reads() } else { Stack::sleep() })), HangEvidence::None);
@@ -47,7 +47,7 @@ fn a_job_that_reads_or_computes_is_no_hang() {
 }
 
 #[test]
-fn a_job_that_waits_for_work_is_no_hang() {
+fn a_job_that_waits_for_work_is_not_a_hang() {
     for stack in [Stack::sleep, Stack::pause, Stack::lock, Stack::loader] {
         assert_eq!(hang(&quiet(|_| stack())), HangEvidence::None);
     }
@@ -73,7 +73,7 @@ fn an_operation_that_is_pending_past_the_timeout_is_a_hang() {
 }
 
 #[test]
-fn a_key_that_a_server_waits_for_is_no_hang() {
+fn a_key_that_a_server_waits_for_is_not_a_hang() {
     let mut job = quiet(|_| Stack::sleep());
     for rank in 0..4 {
         let operation = Job::operation(0, 0, Op::CommInit);
@@ -171,7 +171,11 @@ fn ranks_that_wait_for_one_whose_thread_goes_on_do_not_hang() {
     assert_eq!(with("/job/eval.py:12", 5 * SECOND).hang, HangEvidence::None);
     let loops = with("/job/eval.py:9", 5 * SECOND);
     assert_eq!((loops.hang, loops.helpers_busy), (HangEvidence::PendingOperation, true));
-    assert_eq!(with("/job/eval.py:12", SECOND / 10).hang, HangEvidence::PendingOperation, "a logger is no evaluator");
+    assert_eq!(
+        with("/job/eval.py:12", SECOND / 10).hang,
+        HangEvidence::PendingOperation,
+        "a logger is not an evaluator"
+    );
 }
 
 #[test]
@@ -253,8 +257,8 @@ fn serves() -> Stack {
 fn ranks_that_all_sleep_may_be_idle() {
     let verdict = quiet(|_| Stack::sleep()).judge();
     expect(&verdict, Cause::Unknown, &[], Confidence::Low);
-    let told = "No operation is pending on any device, and all 4 ranks are at train.py:99 in evaluate";
-    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    let expected = "No operation is pending on any device, and all 4 ranks are at train.py:99 in evaluate";
+    assert!(verdict.sentence.starts_with(expected), "{}", verdict.sentence);
 }
 
 #[test]
@@ -517,7 +521,7 @@ fn a_process_that_stands_still_is_due_if_only_it_can_hold_a_lock_that_another_on
 }
 
 #[test]
-fn a_process_in_only_one_of_the_samples_is_no_proof_of_a_hang() {
+fn a_process_in_only_one_of_the_samples_does_not_prove_a_hang() {
     let judged = |change: &dyn Fn(&mut Job)| {
         let mut job = waits_for(Stack::sleep());
         awaits(&mut job, 2, "recv", AwaitedKind::Socket, &[1050]);
@@ -531,7 +535,7 @@ fn a_process_in_only_one_of_the_samples_is_no_proof_of_a_hang() {
 }
 
 #[test]
-fn a_rank_alone_that_waits_for_its_device_is_no_proof_of_a_hang() {
+fn a_rank_alone_that_waits_for_its_device_does_not_prove_a_hang() {
     let mut job = Job::with_world(1, 30);
     job.trigger(TriggerKind::Idle);
     job.set_stack(0, Stack::device_wait().busy(0).state("S (sleeping)", "").with(|stack| stack.switches = 0));

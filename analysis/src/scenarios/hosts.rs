@@ -142,7 +142,7 @@ fn a_stuck_write_is_storage_and_a_progressing_write_is_a_long_step() {
 }
 
 #[test]
-fn io_of_other_threads_is_no_progress_of_the_main_thread() {
+fn io_of_other_threads_is_not_progress_of_the_main_thread() {
     let stuck = behind(3, Stack::checkpoint().bytes_beside(500 << 20)).judge();
     expect(&stuck, Cause::StorageIo, &[3], Confidence::High);
     assert_eq!(behind(3, Stack::sleep().bytes_beside(500 << 20)).judge().cause, Cause::MissingRank);
@@ -483,7 +483,7 @@ fn several_lost_ranks_have_low_confidence() {
 }
 
 #[test]
-fn a_finalizer_that_blocks_is_no_collection() {
+fn a_finalizer_that_blocks_is_not_a_collection() {
     let native = ["pause", "slot_tp_finalize", "gc_collect_main", "gc_collect"];
     let stack = Stack::new(&[("__del__", "/job/train.py:12"), ("main", "/job/train.py:9")], &native);
     let verdict = behind(1, stack.clone()).judge();
@@ -600,7 +600,7 @@ fn a_rank_that_waits_for_the_store_waits_for_another_rank() {
 }
 
 #[test]
-fn a_stop_of_the_capture_is_no_debugger() {
+fn a_stop_of_the_capture_is_not_a_debugger() {
     let traced = |first: &str, ran: u64| {
         let mut job = behind(2, Stack::sleep().state("t (tracing stop)", ""));
         let dump = job.rank(2).dump.as_mut().expect("the rank has a dump");
@@ -640,8 +640,8 @@ fn awaits(native: &'static str, kind: AwaitedKind, name: &str, holders: &[(i32, 
 fn the_sentence_names_the_peer_of_a_blocked_system_call() {
     let verdict = awaits("flock", AwaitedKind::Lock, "/data/cache.lock", &[(77, "python3", false)]);
     expect(&verdict, Cause::StorageIo, &[1], Confidence::Medium);
-    let told = "waits for the lock on cache.lock, held by process 77 (python3), in flock";
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let expected = "waits for the lock on cache.lock, held by process 77 (python3), in flock";
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
     let verdict = awaits("read", AwaitedKind::File, "/dev/pts/0", &[]);
     assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::MissingRank, &[1][..]), "{}", verdict.to_text());
     assert!(sentence(&verdict).contains("waits for its terminal /dev/pts/0"), "{}", sentence(&verdict));
@@ -657,15 +657,15 @@ fn the_sentence_names_the_peer_of_a_blocked_system_call() {
 fn a_read_of_a_child_process_is_not_storage() {
     let verdict = awaits("read", AwaitedKind::Pipe, "", &[(4242, "sh", true)]);
     expect(&verdict, Cause::MissingRank, &[1], Confidence::High);
-    let told = "a pipe whose other end its child process 4242 (sh) has open";
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let expected = "a pipe whose other end its child process 4242 (sh) has open";
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
     let verdict = awaits("read", AwaitedKind::Pipe, "", &[(1001, "python3", false)]);
     expect(&verdict, Cause::StorageIo, &[1], Confidence::High);
     assert!(verdict.sentence.contains("a pipe whose other end only it has open"), "{}", verdict.sentence);
     let both = [(4242, "sh", false), (1003, "python3", false), (1001, "python3", false)];
-    let told = "a pipe whose other end process 4242 (sh) and rank 3 (process 1003) have open";
+    let expected = "a pipe whose other end process 4242 (sh) and rank 3 (process 1003) have open";
     let verdict = awaits("read", AwaitedKind::Pipe, "", &both);
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
     let verdict = awaits("flock", AwaitedKind::Lock, "/data/cache.lock", &[(1001, "python3", false)]);
     assert!(verdict.sentence.contains("the lock on cache.lock, which it holds itself"), "{}", verdict.sentence);
 }
@@ -731,8 +731,8 @@ fn words_agree_with_the_number_of_ranks() {
     let mut job = Job::with_world(4, 30);
     (0..2).for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
     (2..4).for_each(|rank| job.no_dump(rank));
-    let told = "Ranks 2-3 have not entered all_reduce 31 of communicator 0x77 (4 ranks); their place is unknown;";
-    assert!(job.judge().sentence.starts_with(told), "{}", job.judge().sentence);
+    let expected = "Ranks 2-3 have not entered all_reduce 31 of communicator 0x77 (4 ranks); their place is unknown;";
+    assert!(job.judge().sentence.starts_with(expected), "{}", job.judge().sentence);
 
     for rank in 2..4 {
         job.set_stack(rank, Stack::device_wait());
@@ -741,9 +741,9 @@ fn words_agree_with_the_number_of_ranks() {
         job.flight(rank).operations.last_mut().expect("a kernel").started_ns = read_ns - SECOND;
         job.queue(0x77, rank, Op::AllReduce);
     }
-    let told =
+    let expected =
         "Ranks 2-3 have slow devices, which make progress, so this is probably not a hang; they are at train.py:90";
-    assert!(job.judge().sentence.starts_with(told), "{}", job.judge().sentence);
+    assert!(job.judge().sentence.starts_with(expected), "{}", job.judge().sentence);
 }
 
 #[test]

@@ -315,7 +315,7 @@ fn a_sign_in_the_first_sample_only_does_not_count() {
 }
 
 #[test]
-fn a_build_that_some_rank_works_on_is_no_stale_lock() {
+fn a_build_that_some_rank_works_on_is_not_a_stale_lock() {
     let (_, affected, _, threads) = *PUBLISHED.iter().find(|(name, ..)| *name == "torch_stale_build_lock").unwrap();
     let mut job = with_threads(threads);
     load(&mut job, 1, "PyTorch", affected);

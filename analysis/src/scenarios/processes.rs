@@ -53,8 +53,8 @@ fn a_queue_whose_worker_is_dead_is_a_loader_whatever_the_program_calls_it() {
     job.child(2, "python train.py", "Z (zombie)");
     let verdict = job.judge();
     expect(&verdict, Cause::DataLoader, &[2], Confidence::High);
-    let told = "waits for its data loader at train.py:66 in step (C function read), whose child process 4242 (python train.py) is dead";
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let expected = "waits for its data loader at train.py:66 in step (C function read), whose child process 4242 (python train.py) is dead";
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
     // A parent has already collected its exit status.
     let mut job = behind(2, receives());
     reads_pipe_of(&mut job, 2, &[(1002, false)]);
@@ -68,7 +68,7 @@ fn a_queue_whose_worker_is_dead_is_a_loader_whatever_the_program_calls_it() {
 }
 
 #[test]
-fn a_call_of_an_object_in_a_manager_is_no_loader_but_its_queue_is() {
+fn a_call_of_an_object_in_a_manager_is_not_a_loader_but_its_queue_is() {
     let judged = |method: &'static str| {
         let frames = [
             ("Connection._recv", "/usr/lib/python3.11/multiprocessing/connection.py:378"),
@@ -84,7 +84,7 @@ fn a_call_of_an_object_in_a_manager_is_no_loader_but_its_queue_is() {
 }
 
 #[test]
-fn a_queue_that_another_process_fills_through_a_thread_is_no_loader() {
+fn a_queue_that_another_process_fills_through_a_thread_is_not_a_loader() {
     let judged = |child: bool| {
         let frames = [("Queue.get", "/usr/lib/python3.11/queue.py:171"), ("next_batch", "/job/serve.py:204")];
         let mut job = behind(2, Stack::new(&frames, &["sem_wait", "PyThread_acquire_lock_timed"]));
@@ -120,7 +120,7 @@ fn a_dead_worker_is_named_before_an_idle_worker() {
 }
 
 #[test]
-fn a_pipe_whose_writer_is_dead_is_no_storage() {
+fn a_pipe_whose_writer_is_dead_is_not_storage() {
     let reads = || Stack::new(&[("ask", "/job/train.py:9")], &["read"]).with(|stack| stack.syscall = Some(0));
     let mut job = behind(1, reads());
     reads_pipe_of(&mut job, 1, &[(1001, false)]);
@@ -128,9 +128,9 @@ fn a_pipe_whose_writer_is_dead_is_no_storage() {
     job.child(1, "tokenizer --serve", "Z (zombie)");
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[1], Confidence::High);
-    let told =
+    let expected =
         "waits for a pipe whose other end only it has open, and its child process 4242 (tokenizer --serve) is dead";
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
 }
 
 #[test]
@@ -181,8 +181,8 @@ fn a_wait_for_input_from_a_pipe_is_not_storage() {
     (awaited.kind, awaited.name) = (AwaitedKind::File.into(), "/dev/stdin".into());
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[1], Confidence::High);
-    let told = "waits for its standard input, whose other end process 77 (python3) has open";
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let expected = "waits for its standard input, whose other end process 77 (python3) has open";
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
 }
 
 #[test]
@@ -212,8 +212,8 @@ fn the_sentence_about_a_missing_send_names_the_awaited_child() {
     job.rank(0).dump.as_mut().expect("a dump").children[0].parent_pid = 1000;
     let verdict = job.judge();
     assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::P2pUnmatched, &[0][..]), "{}", verdict.to_text());
-    let told = "has not sent to rank 1; it is at train.py:9 in evaluate (C function poll), and its child process 4242 (score --all) has not ended";
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let expected = "has not sent to rank 1; it is at train.py:9 in evaluate (C function poll), and its child process 4242 (score --all) has not ended";
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
 }
 
 #[test]
@@ -295,9 +295,9 @@ fn a_holder_in_a_collective_with_the_waiter_is_named() {
     awaits(&mut job, 5, "flock", AwaitedKind::Lock, &[1000]);
     let verdict = job.judge();
     expect(&verdict, Cause::StorageIo, &[0], Confidence::Medium);
-    let told = "Rank 0 holds up rank 5, which waits for the lock on index.lock, held by rank 0 (process 1000) at train.py:7 \
+    let expected = "Rank 0 holds up rank 5, which waits for the lock on index.lock, held by rank 0 (process 1000) at train.py:7 \
                 in fetch_index (C function flock); rank 0 is itself in all_reduce 10";
-    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    assert!(verdict.sentence.starts_with(expected), "{}", verdict.sentence);
     let mut job = outside(&[3, 5]);
     awaits(&mut job, 5, "recv", AwaitedKind::Socket, &[1000]);
     awaits(&mut job, 3, "recv", AwaitedKind::Socket, &[1000]);
@@ -347,8 +347,8 @@ pub(super) fn culprits(verdict: &Verdict) -> Vec<(Option<u32>, i32)> {
 }
 
 #[test]
-fn a_process_that_is_no_rank_is_the_culprit_if_a_rank_waits_for_it() {
-    for (engine, cause, confidence, told) in [
+fn a_process_that_is_not_a_rank_is_the_culprit_if_a_rank_waits_for_it() {
+    for (engine, cause, confidence, expected) in [
         (Stack::sleep().state("T (stopped)", ""), Cause::ProcessStopped, Confidence::High, "is stopped"),
         (Stack::lock(), Cause::HostLock, Confidence::Medium, "waits for a lock"),
         (Stack::checkpoint(), Cause::StorageIo, Confidence::Medium, "is stuck in I/O"),
@@ -358,7 +358,7 @@ fn a_process_that_is_no_rank_is_the_culprit_if_a_rank_waits_for_it() {
         let text = verdict.to_text();
         assert_eq!((verdict.cause, verdict.strength), (cause, Some(confidence)), "{text}");
         assert_eq!((culprits(&verdict), &verdict.victims[..]), (vec![(None, 1050)], &[0, 1, 2, 3][..]), "{text}");
-        let begin = format!("Process 1050 (python3 engine.py), which is not a rank, {told}");
+        let begin = format!("Process 1050 (python3 engine.py), which is not a rank, {expected}");
         assert!(verdict.sentence.starts_with(&begin), "{}", verdict.sentence);
         assert!(verdict.sentence.contains("; rank 2 waits for it at train.py:7"), "{}", verdict.sentence);
         assert!(verdict.sentence.contains("; ranks 0-1, 3 wait for rank 2 in all_reduce"), "{}", verdict.sentence);
@@ -383,7 +383,7 @@ fn a_process_that_only_made_a_pair_of_sockets_for_others_is_not_the_culprit() {
 }
 
 #[test]
-fn a_busy_process_is_no_proof_of_a_hang() {
+fn a_busy_process_does_not_prove_a_hang() {
     let busy = behind_engine(Stack::sleep().busy(5 * SECOND)).judge();
     assert_eq!((culprits(&busy), busy.helpers_busy), (vec![(None, 1050)], true), "{}", busy.to_text());
     assert!(!behind_engine(Stack::sleep()).judge().helpers_busy);
@@ -398,8 +398,8 @@ fn a_chain_of_processes_is_followed_to_its_end() {
     job.process(51, "store", Stack::sleep().state("T (stopped)", ""));
     let verdict = job.judge();
     assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessStopped, vec![(None, 1051)]));
-    let told = "rank 2 waits for it through process 1050 (python3 engine.py) at train.py:7";
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let expected = "rank 2 waits for it through process 1050 (python3 engine.py) at train.py:7";
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
     // They descend from the rank, and the sentence names the end once.
     job.evidence.processes[0].dump.as_mut().expect("a dump").parent_pid = 1002;
     job.evidence.processes[1].dump.as_mut().expect("a dump").parent_pid = 1050;
@@ -467,8 +467,8 @@ fn a_rank_and_a_process_that_wait_for_each_other_are_both_culprits() {
     let verdict = job.judge();
     assert_eq!(culprits(&verdict), [(Some(2), 1002), (None, 1050)], "{}", verdict.to_text());
     assert_eq!(verdict.confidence, Confidence::Medium);
-    let told = "Rank 2 at train.py:7 in fetch_index (C function recv) and process 1050 (python3 engine.py)";
-    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    let expected = "Rank 2 at train.py:7 in fetch_index (C function recv) and process 1050 (python3 engine.py)";
+    assert!(verdict.sentence.starts_with(expected), "{}", verdict.sentence);
     assert!(verdict.sentence.contains(" wait for each other; "), "{}", verdict.sentence);
     // A rank that waits for the end of a child must not expect it while the child needs the rank.
     let mut job = behind(2, Stack::sleep());
@@ -528,7 +528,7 @@ fn the_other_threads_of_a_process_show_whom_it_waits_for() {
         "{}",
         verdict.to_text()
     );
-    // Several threads wait for processes of which only one is stuck.
+    // Several threads wait for processes; only one of these is stuck.
     let mut job = behind_engine(Stack::lock());
     job.process(51, "actor 0", Stack::sleep());
     job.process(52, "actor 1", Stack::lock());
@@ -645,8 +645,8 @@ fn a_killed_process_is_the_culprit_if_it_may_have_a_lock_that_it_shared() {
     let verdict = judged(&[1002, 1050, 1051]);
     let text = verdict.to_text();
     assert_eq!((verdict.cause, culprits(&verdict)), (Cause::ProcessDead, vec![(None, 1060)]), "{text}");
-    let told = "is dead (killed by SIGKILL); rank 2 waits for a lock in the memory that they shared at";
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let expected = "is dead (killed by SIGKILL); rank 2 waits for a lock in the memory that they shared at";
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
     assert_ne!(judged(&[]).cause, Cause::ProcessDead, "it shared nothing");
 }
 
@@ -729,7 +729,7 @@ fn a_process_that_keeps_a_lock_from_the_rank_for_which_it_waits_is_the_culprit()
         job.process(51, "python3 /job/lease.py", Stack::new(&[("collect", "/job/lease.py:39")], &["read"]));
         chained(&mut job, 1, AwaitedKind::Pipe, "", &[1000]);
         if !enters {
-            // Rank 0 waits in a collective of which rank 2 is no member.
+            // Rank 0 waits in a collective; rank 2 is not a member of it.
             job.comm(0x88, &[0, 1]);
             let operations = &mut job.flight(0).operations;
             operations.last_mut().expect("it is in a collective").communicator = 0x88;
@@ -739,10 +739,10 @@ fn a_process_that_keeps_a_lock_from_the_rank_for_which_it_waits_is_the_culprit()
     let verdict = judged(AwaitedKind::Lock, "flock", true);
     assert_eq!((verdict.cause, culprits(&verdict)), (Cause::MissingRank, vec![(None, 1050)]), "{}", verdict.to_text());
     assert_eq!((&verdict.victims[..], verdict.confidence), (&[0, 1, 2, 3][..], Confidence::Medium));
-    let told = "Process 1050 (python3 lease.py agent) holds the lock on gpu.lease and waits at lease.py:19 in renew \
+    let expected = "Process 1050 (python3 lease.py agent) holds the lock on gpu.lease and waits at lease.py:19 in renew \
                 (C function recv) for process 1051 (python3 lease.py), which waits for rank 0; rank 2 waits for the \
                 lock at train.py:7";
-    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    assert!(verdict.sentence.starts_with(expected), "{}", verdict.sentence);
     assert_eq!(culprits(&judged(AwaitedKind::Socket, "recv", true)), [(Some(2), 1002)], "it keeps no lock");
     let other = judged(AwaitedKind::Lock, "flock", false);
     assert!(!culprits(&other).contains(&(None, 1050)), "{}", other.to_text());
@@ -908,7 +908,7 @@ fn the_thread_that_trains_is_judged_where_the_main_one_only_waits_for_it() {
 }
 
 #[test]
-fn a_thread_that_trains_and_waits_for_its_device_is_no_suspect() {
+fn a_thread_that_trains_and_waits_for_its_device_is_not_a_suspect() {
     let mut job = Job::with_world(3, 30);
     (0..2).for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
     job.comm(0x88, &[1, 2]);
@@ -1016,7 +1016,7 @@ fn a_blocked_gil_holder_counts_without_waiters_if_others_wait_for_its_rank() {
 }
 
 #[test]
-fn a_call_of_an_object_in_a_manager_process_is_no_loader() {
+fn a_call_of_an_object_in_a_manager_process_is_not_a_loader() {
     let calls = |method: &'static str| {
         let frames = [
             ("_recv", "/usr/lib/python3.11/multiprocessing/connection.py:383"),
@@ -1038,8 +1038,8 @@ fn the_place_of_a_child_that_holds_up_its_rank_is_named() {
     job.process(50, "python3 tokenize.py", Stack::new(&[("back_off", "/job/tokens.py:18")], &["clock_nanosleep"]));
     let verdict = job.judge();
     assert_eq!(culprits(&verdict), [(Some(2), 1050)], "{}", verdict.to_text());
-    let told = "; process 1050 is at tokens.py:18 in back_off (C function clock_nanosleep).";
-    assert!(verdict.sentence.ends_with(told), "{}", verdict.sentence);
+    let expected = "; process 1050 is at tokens.py:18 in back_off (C function clock_nanosleep).";
+    assert!(verdict.sentence.ends_with(expected), "{}", verdict.sentence);
     // The place is in the sentence already.
     let mut loads = behind(2, Stack::loader());
     reads_pipe_of(&mut loads, 2, &[(4242, true)]);
@@ -1059,8 +1059,8 @@ fn the_place_of_a_child_that_holds_up_its_rank_is_named() {
     chained(&mut job, 0, AwaitedKind::Child, "", &[1051]);
     job.process(51, "python3 fetch.py", Stack::lock()).parent_pid = 1050;
     let verdict = job.judge();
-    let told = "; the wait ends at process 1051 (python3 fetch.py), which waits for a lock at";
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let expected = "; the wait ends at process 1051 (python3 fetch.py), which waits for a lock at";
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
     assert!(verdict.sentence.ends_with(", and it has no other Python thread."), "{}", verdict.sentence);
 }
 
@@ -1096,8 +1096,8 @@ fn a_gil_deadlock_needs_no_thread_that_waits_for_the_gil_if_its_holder_waits_wit
     };
     let verdict = judged(Some(false), "pause", true);
     assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::GilDeadlock, &[2][..]), "{}", verdict.to_text());
-    let told = "thread plugin holds it and is blocked in pause at flush (plugin.py:5), and no other thread can run Python code";
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let expected = "thread plugin holds it and is blocked in pause at flush (plugin.py:5), and no other thread can run Python code";
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
     assert_ne!(judged(Some(true), "pause", true).cause, Cause::GilDeadlock, "it ends by itself");
     assert_ne!(judged(None, "pause", true).cause, Cause::GilDeadlock, "it may end by itself");
     assert_ne!(judged(Some(false), "cuStreamSynchronize", true).cause, Cause::GilDeadlock, "the device answers late");
@@ -1151,8 +1151,8 @@ fn a_process_that_is_to_become_the_missing_rank_is_the_culprit() {
         "{}",
         stopped.to_text()
     );
-    let told = "Process 1040 (zygote), which belongs to the job and is not yet a rank, is stopped";
-    assert!(stopped.sentence.starts_with(told), "{}", stopped.sentence);
+    let expected = "Process 1040 (zygote), which belongs to the job and is not yet a rank, is stopped";
+    assert!(stopped.sentence.starts_with(expected), "{}", stopped.sentence);
     // A worker that has not come so far, beside a monitor.
     let locked = judged(&|job| {
         job.process(51, "worker 2", Stack::lock()).parent_pid = 1040;
@@ -1180,7 +1180,7 @@ fn a_rank_that_waits_for_the_store_does_not_wait_for_the_rank_that_runs_it() {
 }
 
 #[test]
-fn a_rank_of_another_job_in_an_operation_is_no_end_of_a_chain() {
+fn a_rank_of_another_job_in_an_operation_is_not_the_end_of_a_chain() {
     let verdict = behind_engine(Stack::device_wait()).judge();
     assert_eq!(culprits(&verdict), [(Some(2), 1002)], "{}", verdict.to_text());
 }
@@ -1476,9 +1476,9 @@ fn a_server_whose_tasks_wait_only_for_each_other_is_the_culprit() {
     for idle in [false, true] {
         let verdict = behind_event_loop(idle, &[main.clone(), locked.clone(), waits.clone(), publish.clone()], false);
         assert_eq!((verdict.cause, culprits(&verdict)), (Cause::HostLock, vec![(None, 1050)]), "{}", verdict.to_text());
-        let told = "waits for a lock at gateway.py:31 in insert (C function epoll_wait), \
+        let expected = "waits for a lock at gateway.py:31 in insert (C function epoll_wait), \
                     while its tasks of asyncio wait only for each other";
-        assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+        assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
     }
     for stuck in [&[SEMAPHORE, INSERT][..], &[EVENT, JOIN, INSERT], &[JOIN, INSERT]] {
         let verdict = behind_event_loop(true, &[main.clone(), task("Task-2", "", stuck)], false);
@@ -1529,8 +1529,8 @@ fn a_server_that_waits_for_an_answer_from_itself_is_the_culprit() {
     };
     let verdict = judged("recv", 1050, false);
     assert_eq!((verdict.cause, culprits(&verdict)), (Cause::MissingRank, vec![(None, 1050)]), "{}", verdict.to_text());
-    let told = "waits for an answer from itself at metadata.py:12 in fetch (C function recv)";
-    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let expected = "waits for an answer from itself at metadata.py:12 in fetch (C function recv)";
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
     for (native, holder, timed) in [("recv", 1050, true), ("recv", 1099, false), ("epoll_wait", 1050, false)] {
         let verdict = judged(native, holder, timed);
         assert_eq!((culprits(&verdict), verdict.hang), (vec![], crate::HangEvidence::None), "{}", verdict.to_text());
@@ -1551,9 +1551,9 @@ fn a_process_that_leaves_unread_what_another_one_sends_to_it_is_the_culprit() {
         "{}",
         verdict.to_text()
     );
-    let told = "Rank 2 at train.py:7 in fetch_index (C function read) waits for process 1050 (python3 simulate.py), \
+    let expected = "Rank 2 at train.py:7 in fetch_index (C function read) waits for process 1050 (python3 simulate.py), \
                 which sends to it at simulate.py:9 in warn (C function write); it does not receive that";
-    assert!(verdict.sentence.starts_with(told), "{}", verdict.sentence);
+    assert!(verdict.sentence.starts_with(expected), "{}", verdict.sentence);
     // Both send.
     awaits(&mut job, 2, "write", AwaitedKind::Pipe, &[1050]);
     assert_eq!(culprits(&job.judge()), [(Some(2), 1002), (None, 1050)]);

@@ -270,7 +270,7 @@ impl Host {
 }
 
 /// Whether a process moves bytes of a file, or of a FIFO that no other process has open. A terminal
-/// is no storage.
+/// is not storage.
 fn is_storage(awaited: &Awaited, pid: i32) -> bool {
     let is_special = ["/dev/", "/proc/", "/sys/"].iter().any(|folder| awaited.name.starts_with(folder));
     let is_path = awaited.name.starts_with('/') && !is_special;

@@ -175,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn the_insides_of_a_running_interpreter_are_no_location() {
+    fn the_insides_of_a_running_interpreter_are_not_a_location() {
         let frames = vec![frame("spin", "/job/train.py:188")];
         let python = PySpyStacktrace { frames, ..Default::default() };
         let native = |module: &str| PstackStacktrace {

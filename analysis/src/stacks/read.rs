@@ -113,9 +113,9 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
 }
 
 /// The activity of the main thread in the first sample and in the last one, and whether the thread
-/// polls. It may be in the middle of a poll in one of the samples, in the same function. That is no
-/// progress, and the other sample shows what the thread does. A wait for something else than time
-/// says more than the sleep.
+/// polls. It may be in the middle of a poll in one of the samples, in the same function. That is
+/// not progress, and the other sample shows what the thread does. A wait for something else than
+/// time says more than the sleep.
 fn activities(
     before: Option<ThreadStacks<'_>>,
     main: ThreadStacks<'_>,
@@ -162,8 +162,8 @@ fn state<'a>(
     }
 }
 
-/// Whether a queue inside of a process gets its content from other processes that are no children:
-/// all own threads that wait do so for these. A loader is a thread or a child.
+/// Whether a queue inside of a process gets its content from other processes that are not its
+/// children: all own threads that wait do so for these. A loader is a thread or a child.
 fn is_fed(waits: &[ThreadWait], pid: i32) -> bool {
     let is_foreign = |wait: &ThreadWait| {
         let holders = &wait.awaited.holders;
@@ -174,7 +174,7 @@ fn is_fed(waits: &[ThreadWait], pid: i32) -> bool {
 }
 
 /// Whether the queue `witness` of the main thread only has a name about data, and another thread of
-/// the program waits for a device or for other ranks. Then that thread is no loader, and may be
+/// the program waits for a device or for other ranks. Then that thread is not a loader, and may be
 /// what the main thread waits for.
 fn is_filled_from_peers(sample: Sample<'_>, witness: &str, (_, main): ThreadStacks<'_>) -> bool {
     let Some(main) = main.filter(|main| queue_of_data(&main.frames).is_some_and(|queue| queue == witness)) else {

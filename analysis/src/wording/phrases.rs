@@ -82,7 +82,7 @@ impl<'a> Case<'a> {
         self.object_text(view.node().unwrap_or_default(), view.pid()?, self.awaited(rank_index)?)
     }
 
-    /// The lock for which the main thread of a process waits that is no rank: `a lock that its
+    /// The lock for which the main thread of a process that is not a rank waits: `a lock that its
     /// thread uploader holds`.
     pub(super) fn lock_text(&self, process: usize) -> Option<String> {
         let ProcessView { node, host, .. } = &self.world.processes[process];
@@ -93,7 +93,8 @@ impl<'a> Case<'a> {
         self.object_text(node, host.pid, host.awaited.as_ref().filter(is_named)?)
     }
 
-    /// The lock for which a process that is no rank waits, or else this rank: `the lock on x.lock`.
+    /// The lock for which a process that is not a rank waits, or else this rank: `the lock on
+    /// x.lock`.
     pub(super) fn kept_lock_text(&self, process: Option<usize>, rank_index: usize) -> String {
         let of_process = |index: usize| self.world.processes[index].host.awaited.as_ref();
         let awaited = process.map_or_else(|| self.awaited(rank_index), of_process);

@@ -1,4 +1,4 @@
-//! A process that is no rank holds up ranks.
+//! A process that is not a rank holds up ranks.
 
 use xpu_timer_proto::server::AwaitedKind;
 

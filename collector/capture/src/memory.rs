@@ -401,7 +401,7 @@ fn copy(tid: i32, pages: &[u64], bytes: &mut [u8], mut unreadable: impl FnMut(u6
         let remote: Vec<RemoteIoVec> =
             batch.iter().map(|page| RemoteIoVec { base: *page as usize, len: PAGE_BYTES }).collect();
         let local = &mut bytes[done * PAGE_BYTES..(done + batch.len()) * PAGE_BYTES];
-        let whole = match process_vm_readv(Pid::from_raw(tid), &mut [IoSliceMut::new(local)], &remote) {
+        let copied_pages = match process_vm_readv(Pid::from_raw(tid), &mut [IoSliceMut::new(local)], &remote) {
             Ok(read) => read / PAGE_BYTES,
             // Seccomp filters of containers forbid the call. Then read each page from
             // `/proc/TID/mem`.
@@ -410,9 +410,9 @@ fn copy(tid: i32, pages: &[u64], bytes: &mut [u8], mut unreadable: impl FnMut(u6
             }
             Err(_) => 0,
         };
-        done += whole;
+        done += copied_pages;
         // The call ends at the first page that cannot be read.
-        if whole == 0 {
+        if copied_pages == 0 {
             unreadable(pages[done]);
             done += 1;
         }

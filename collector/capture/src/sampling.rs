@@ -373,7 +373,7 @@ impl<'a> Loop<'a> {
         let period_ns = options.period.as_nanos() as u64;
         for index in 0..reader.threads.len() {
             match reader.threads[index].outcome {
-                Outcome::Whole => {}
+                Outcome::Complete => {}
                 Outcome::Cut => recorded.cut += 1,
                 Outcome::Discarded => {
                     recorded.discarded += 1;

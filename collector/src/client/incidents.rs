@@ -147,7 +147,7 @@ impl Remote {
     pub(super) fn slow_list(&self) -> Result<Vec<Value>> {
         match self.json("/slow_ranks")? {
             Value::Array(list) => Ok(list),
-            _ => bail!("{}/slow_ranks is no list", self.url),
+            _ => bail!("{}/slow_ranks is not a list", self.url),
         }
     }
 

@@ -178,7 +178,7 @@ async fn write<A: QuestionSender, W: Wish>(State(answers): State<A>, Query(wish)
         let _writer = writer;
         let mut written = folder::write(&below, std::iter::from_fn(|| chunks.blocking_recv()));
         if let (true, Ok(written)) = (draws, &mut written) {
-            // The samples are there, so a picture that is missing is no failure.
+            // The samples are there, so a missing picture is not a failure.
             written.problems.extend(viewer::run(&written.path, true, DRAW).err());
         }
         // The requester may be gone.

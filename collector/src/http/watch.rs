@@ -112,13 +112,13 @@ pub struct Slots {
 /// connection looks at all of them while there is room.
 #[derive(Debug, Default)]
 struct Connections {
-    // Those that were not told to end. No class is empty.
+    // Those without a request to end. No class is empty.
     classes: BTreeMap<Class, BTreeMap<u64, Arc<Watch>>>,
     // The class of each connection that has a descriptor.
     class_of: BTreeMap<u64, Class>,
 }
 
-/// Maximum number of connections that were told to end and still have their descriptors.
+/// Maximum number of connections that must end and still have their descriptors.
 const MAX_ENDING: usize = 16;
 
 impl Slots {
@@ -158,9 +158,9 @@ impl Slots {
         let _ = groups.into_iter().any(|may_go| open.evict(may_go));
     }
 
-    /// Waits while more than [`MAX_ENDING`] connections were told to end and have not ended yet.
-    /// Such a connection no longer counts in its class, but it still has a descriptor. Without this
-    /// wait, a server that accepts faster than connections end runs out of descriptors.
+    /// Waits while more than [`MAX_ENDING`] connections must end and have not ended yet. Such a
+    /// connection no longer counts in its class, but it still has a descriptor. Without this wait,
+    /// a server that accepts faster than connections end runs out of descriptors.
     pub async fn settle(&self) {
         loop {
             let freed = self.freed.notified();
@@ -196,7 +196,7 @@ impl Slots {
             .is_some_and(|class| open.classes.get(class).is_none_or(|all| !all.contains_key(&watch.id)))
     }
 
-    /// A connection was told to end: it no longer counts in its class.
+    /// A connection must end: it no longer counts in its class.
     fn end(&self, id: u64) {
         let _ = lock(&self.open).remove(id);
     }
@@ -219,7 +219,7 @@ impl Connections {
         self.classes.entry(class).or_default().insert(watch.id, watch);
     }
 
-    /// Removes a connection from its class; `None` if it was told to end.
+    /// Removes a connection from its class; `None` if it must end.
     fn remove(&mut self, id: u64) -> Option<Arc<Watch>> {
         let class = self.class_of.get(&id)?;
         let of_class = self.classes.get_mut(class)?;
@@ -230,7 +230,7 @@ impl Connections {
         watch
     }
 
-    /// Number of connections that were told to end and still have their descriptors.
+    /// Number of connections that must end and still have their descriptors.
     fn ending(&self) -> usize {
         self.class_of.len() - self.count(|_| true)
     }
@@ -302,7 +302,7 @@ impl Watch {
         self.killed.notify_one();
     }
 
-    /// Waits until the connection is told to end.
+    /// Waits until the connection must end.
     pub async fn killed(&self) {
         self.killed.notified().await;
     }

@@ -335,7 +335,7 @@ fn a_node_part_ends_with_the_cluster_incident_and_its_own_causes() {
 }
 
 #[test]
-fn a_job_that_is_killed_and_started_again_is_no_incident() {
+fn a_job_that_is_killed_and_started_again_is_not_an_incident() {
     let mut engine = Engine::default();
     let jobs = alive();
     for pid in [5, 6] {
@@ -365,8 +365,8 @@ fn a_hang_of_a_new_world_with_an_equal_attempt_opens_another_incident() {
     let mut engine = Engine::default();
     engine.open_for_cluster("1", &job("j"), 0, Trigger::default(), at(5));
     engine.dump_finished("1", at(6));
-    // The ranks were told to end and those of the next world are running; the cluster has not
-    // confirmed yet.
+    // The ranks must end, and those of the next world are running; the cluster has not confirmed
+    // yet.
     engine.world_began(&job("j"));
     let second = opened(engine.raise(raise(operation(9, 1), 8), at(10)));
     assert_eq!(engine.tick(&alive(), at(10)), [Action::Close("1".into(), State::Ended)]);

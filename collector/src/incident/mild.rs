@@ -1,6 +1,6 @@
-//! Mild captures: dumps whose verdict shows no hang, of jobs that nobody asked to dump. They are no
-//! incidents. The last of each job are kept in a folder of their own beside the incidents. When the
-//! job hangs or dies, they become incidents: they show how the job looked before.
+//! Mild captures: dumps whose verdict shows no hang, of jobs that nobody asked to dump. They are
+//! not incidents. The last of each job are kept in a folder of their own beside the incidents. When
+//! the job hangs or dies, they become incidents: they show how the job looked before.
 
 use std::{
     fs,

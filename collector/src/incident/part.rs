@@ -49,7 +49,7 @@ impl Part {
         self.ranks.push(condense(evidence, operations).encode_to_vec());
     }
 
-    /// Adds the processes that are no ranks.
+    /// Adds the processes that are not ranks.
     pub fn add_processes(&mut self, processes: &[ProcessEvidence]) {
         self.processes.extend(processes.iter().map(condense_process));
     }

@@ -122,7 +122,7 @@ fn retire_timelines(root: &Path, keep: RetentionLimits, now: SystemTime) {
     }
 }
 
-/// Whether a file or folder is older than `age`; zero is no limit.
+/// Whether a file or folder is older than `age`; zero means no limit.
 fn is_older(path: &Path, age: Duration, now: SystemTime) -> bool {
     let written = fs::metadata(path).and_then(|status| status.modified());
     let passed = written.ok().and_then(|written| now.duration_since(written).ok()).unwrap_or_default();
@@ -172,7 +172,7 @@ const MAX_BYTES: u64 = 256 * 1024 * 1024;
 
 /// Removes the mild captures beside the incidents in `root` that are beyond the limits, and those
 /// that a killed collector left unfinished. `age` is the age after which incidents are removed;
-/// zero is no limit.
+/// zero means no limit.
 pub fn trim_captures(root: &Path, age: Duration, now: SystemTime) {
     let root = root_of(root);
     if !root.is_dir() {
@@ -256,7 +256,7 @@ mod tests {
         retire(root.path(), keep, &BTreeSet::from(["1".to_string()]), SystemTime::now());
         assert_eq!(names(root.path()), ["incident-0-of-a-person", "incident-1", "incident-4", "incident-5"]);
         retire(root.path(), RetentionLimits { count: 0, ..keep }, &BTreeSet::new(), SystemTime::now());
-        assert_eq!(names(root.path()).len(), 4, "zero is no limit");
+        assert_eq!(names(root.path()).len(), 4, "zero means no limit");
     }
 
     #[test]

@@ -257,7 +257,8 @@ impl<'m> Groups<'m> {
     }
 
     /// Whether these processes share a communicator although its identity is only a name. Each has
-    /// another place in it, and two claim one rank, as replicas that are jobs of their own do.
+    /// another place in it, and two claim one rank. Replicas of torchft do so: each is launched on
+    /// its own, with a rank 0.
     fn is_shared(&self, (size, id): (u32, u64), inside: &[usize]) -> bool {
         let places: BTreeSet<Option<i32>> = inside.iter().map(|index| self.rank_in(*index, id)).collect();
         let clash = |one: &usize, other: &usize| self.claims[*one].claims_rank_of(&self.claims[*other]);
@@ -606,7 +607,7 @@ mod tests {
 
     #[test]
     fn trials_of_a_sweep_are_jobs_of_their_own() {
-        // One program starts the trials, each of which spawns its ranks.
+        // One program starts the trials, and each trial spawns its ranks.
         let trial = |pid: i32, rank: i32, trial: i32| member(pid, rank, &[trial, 5, 2]);
         let trials = [trial(10, 0, 6), trial(11, 1, 6), trial(12, 0, 7), trial(13, 1, 7), trial(14, 0, 8)];
         check(&trials, &[0, 0, 2, 2, 4]);

@@ -177,14 +177,14 @@ pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
     file
 }
 
-/// The evidence of a process that is no rank, from its two samples.
+/// The evidence of a process that is not a rank, from its two samples.
 #[must_use]
 pub fn of_process(samples: [Option<ProcessCapture>; 2], node: &str) -> ProcessEvidence {
     let dump = join_samples(samples, node, &mut Vec::new());
     ProcessEvidence { node: node.into(), dump: Some(dump), ..Default::default() }
 }
 
-/// The evidence of a process that is no rank and has ended. The command line may be empty.
+/// The evidence of a process that is not a rank and has ended. The command line may be empty.
 #[must_use]
 pub fn of_ended_process(pid: i32, command: &str, exit: &str, node: &str) -> ProcessEvidence {
     let process_state = if exit.is_empty() { procfs::state_text('X') } else { format!("X ({exit})") };

@@ -50,17 +50,17 @@ def raised(error, frames):
 
 
 def main():
-    told = json.load(sys.stdin)
-    if "exception" in told:
+    event = json.load(sys.stdin)
+    if "exception" in event:
         name = "xpu_timer_parse_python_exception"
-        about = told["exception"]
+        about = event["exception"]
         kind = exception_class(about["type"])
         error = raised(instance(kind, about["message"]), about["frames"])
-        arguments = (kind, error, error.__traceback__, told["about"])
+        arguments = (kind, error, error.__traceback__, event["about"])
     else:
         name = "xpu_timer_parse_cpp_exception"
-        arguments = (told["signal"],)
-    path = told["plugin"]
+        arguments = (event["signal"],)
+    path = event["plugin"]
     plugin = {"__name__": "xpu_timer_plugin", "__file__": path}
     try:
         with open(path, encoding="utf-8") as file:

@@ -82,17 +82,17 @@ impl FailedRank {
         for failure in &found {
             info!("{} ({}): {}", self.title, self.exit, failures::summary(failure));
         }
-        let Some(mut told) = self.told(exit, &found) else { return };
+        let Some(mut event) = self.event(exit, &found) else { return };
         for plugin in &self.plugins {
-            told["plugin"] = json!(plugin);
-            if let Err(error) = self.call(&told) {
+            event["plugin"] = json!(plugin);
+            if let Err(error) = self.call(&event) {
                 warn!("exit plugin {} for {}: {error}", plugin.display(), self.title);
             }
         }
     }
 
-    /// What the plugins are told. `None` for an end of which the original tool tells nobody.
-    fn told(&self, exit: Exit<'_>, found: &[Failure]) -> Option<Value> {
+    /// The event that the plugins get. `None` for an end that the original tool does not report.
+    fn event(&self, exit: Exit<'_>, found: &[Failure]) -> Option<Value> {
         const SIGNALS: [Signal; 7] = [
             Signal::SIGABRT,
             Signal::SIGBUS,
@@ -106,31 +106,31 @@ impl FailedRank {
         let (rank, pod_name) = (self.info.rank, known(&self.info.pod_name).unwrap_or("UNKNOWN"));
         let ip = known(&self.info.ip).map_or_else(own_address, str::to_string);
         let mut about = json!({ "time": time, "rank": rank, "ip": ip, "pod_name": pod_name, "job_name": self.job });
-        let mut told = json!({});
+        let mut event = json!({});
         if let Exit::Signal(name) = exit {
             let signal = SIGNALS.into_iter().find(|signal| signal.as_str() == name)?;
             let fault = found.iter().find(|failure| failure.kind() == FailureKind::Signal && failure.r#type == name);
             about["signal"] = json!(signal as i32);
             about["timestamp"] = json!(time);
             about["frame_infos"] = fault.map_or(json!([]), frame_infos);
-            told["signal"] = about;
-            return Some(told);
+            event["signal"] = about;
+            return Some(event);
         }
         let raised = |failure: &&Failure| {
             failure.kind() == FailureKind::Exception && failure.thread.is_empty() && !failure.ignored
         };
         let failure = found.iter().find(raised).filter(|failure| failure.r#type != "KeyboardInterrupt")?;
         let frames: Vec<(&str, u32, &str)> = failure.frames.iter().filter_map(|frame| place(frame)).collect();
-        told["exception"] = json!({ "type": failure.r#type, "message": failure.message, "frames": frames });
-        told["about"] = about;
-        Some(told)
+        event["exception"] = json!({ "type": failure.r#type, "message": failure.message, "frames": frames });
+        event["about"] = about;
+        Some(event)
     }
 
     /// Calls one plugin, and logs what it prints.
-    fn call(&self, told: &Value) -> Result<(), String> {
+    fn call(&self, event: &Value) -> Result<(), String> {
         let python = self.process.as_ref().and_then(|process| process.python.clone());
         let python = python.unwrap_or_else(|| "python3".into());
-        let called = call(&python, told, DEADLINE).map_err(|error| format!("{}: {error}", python.display()))?;
+        let called = call(&python, event, DEADLINE).map_err(|error| format!("{}: {error}", python.display()))?;
         for line in String::from_utf8_lossy(&called.output).lines().take(MOST_LINES) {
             info!("exit plugin for {}: {}", self.title, printable::line(line));
         }
@@ -152,10 +152,10 @@ struct Called {
 
 /// Calls one plugin. Blocks until its process, and those that it started in its group, have ended
 /// or are killed.
-fn call(python: &Path, told: &Value, limit: Duration) -> io::Result<Called> {
+fn call(python: &Path, event: &Value, limit: Duration) -> io::Result<Called> {
     let (mut printed, ends) = io::pipe()?;
     let mut command = Command::new(python);
-    command.args(["-c", RUNNER]).stdin(given(told)?).stdout(ends.try_clone()?).stderr(ends);
+    command.args(["-c", RUNNER]).stdin(event_file(event)?).stdout(ends.try_clone()?).stderr(ends);
     command.env_remove("LD_PRELOAD").env("XPU_TIMER_DISABLE", "1").process_group(0);
     let mut child = command.spawn()?;
     // It has the writing ends of the pipe.
@@ -201,11 +201,11 @@ fn keep(output: &mut PipeReader, kept: &mut Vec<u8>) -> io::Result<Option<usize>
     Ok(Some(read))
 }
 
-/// A file with what a plugin is told. It is complete before the plugin starts, so nobody waits for
+/// A file with the event for a plugin. It is complete before the plugin starts, so nobody waits for
 /// the plugin to read it.
-fn given(told: &Value) -> io::Result<File> {
+fn event_file(event: &Value) -> io::Result<File> {
     let mut file = File::from(memfd_create("exit_plugin", MFdFlags::MFD_CLOEXEC)?);
-    file.write_all(told.to_string().as_bytes())?;
+    file.write_all(event.to_string().as_bytes())?;
     file.rewind()?;
     Ok(file)
 }
@@ -258,14 +258,13 @@ mod tests {
         }
     }
 
-    /// What a plugin prints that is told of SIGSEGV, and whether it has ended well; `None` if it
-    /// was killed.
+    /// What a plugin prints for SIGSEGV, and whether it has ended well; `None` if it was killed.
     fn run(source: Option<&str>, limit: Duration) -> (String, Option<bool>) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("plugin.py");
         source.map_or(Ok(()), |source| std::fs::write(&path, source)).unwrap();
-        let told = json!({ "plugin": path, "signal": { "signal": 11 } });
-        let called = call(Path::new("python3"), &told, limit).unwrap();
+        let event = json!({ "plugin": path, "signal": { "signal": 11 } });
+        let called = call(Path::new("python3"), &event, limit).unwrap();
         (String::from_utf8_lossy(&called.output).into_owned(), called.status.map(|status| status.success()))
     }
 
@@ -305,12 +304,12 @@ mod tests {
             frames: vec!["/job/train.py:33 in step".into()],
             ..Default::default()
         };
-        let told = |exit: &str, found: &[Failure]| failed(exit).told(Exit::of(exit), found);
-        let said = told("exit code 1", std::slice::from_ref(&exception)).unwrap();
+        let event = |exit: &str, found: &[Failure]| failed(exit).event(Exit::of(exit), found);
+        let said = event("exit code 1", std::slice::from_ref(&exception)).unwrap();
         assert_eq!(said["exception"]["frames"], json!([["/job/train.py", 33, "step"]]));
         assert_eq!((&said["about"]["rank"], &said["about"]["ip"]), (&json!(3), &json!("10.0.0.7")));
         let interrupt = Failure { r#type: "KeyboardInterrupt".into(), ..exception };
-        assert_eq!(told("exit code 130", &[interrupt]), None);
+        assert_eq!(event("exit code 130", &[interrupt]), None);
         let signal = Failure {
             kind: FailureKind::Signal.into(),
             r#type: "SIGSEGV".into(),
@@ -319,9 +318,9 @@ mod tests {
             offsets: vec![7],
             ..Default::default()
         };
-        let said = told("killed by SIGSEGV (core dumped)", &[signal]).unwrap();
+        let said = event("killed by SIGSEGV (core dumped)", &[signal]).unwrap();
         let frames = json!([{ "address": 77, "offset": 7, "function_name": "step(int)" }]);
         assert_eq!((&said["signal"]["signal"], &said["signal"]["frame_infos"]), (&json!(11), &frames));
-        assert_eq!(told("killed by SIGKILL", &[]), None);
+        assert_eq!(event("killed by SIGKILL", &[]), None);
     }
 }

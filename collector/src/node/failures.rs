@@ -168,8 +168,8 @@ fn last_traceback(text: &str) -> Option<Traceback> {
     let next = lines.get(index).filter(|_| message.is_empty() && line.ends_with(':'));
     let message = next.map_or(message, |next| next.trim());
     // Of a text of several lines, only those are known that PyTorch marks or that it adds to each
-    // error of CUDA. Others cannot be told from what follows.
-    // PyTorch's log has the rank, too, but no space behind it: `[rank1]:[W1127 …`.
+    // error of CUDA. Nothing separates the others from what follows. PyTorch's log has the rank,
+    // too, but no space behind it: `[rank1]:[W1127 …`.
     let mark = |line| rank_mark(line).filter(|(_, behind)| behind.starts_with(' ')).map(|(rank, _)| rank);
     let marks: Vec<Option<&str>> = text.lines().map(mark).collect();
     let mark = marks[index - 1];
@@ -416,7 +416,7 @@ mod tests {
     }
 
     #[test]
-    fn texts_that_are_no_traceback_give_the_last_line_of_a_failed_process() {
+    fn texts_that_are_not_a_traceback_give_the_last_line_of_a_failed_process() {
         let of = |text: &str, exit: &str| {
             let found = of_text(text, 5, Exit::of(exit), &[]);
             found.into_iter().map(|one| (one.kind(), one.r#type, one.message)).collect::<Vec<_>>()

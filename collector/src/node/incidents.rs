@@ -320,8 +320,8 @@ impl NodeState {
         self.retire();
     }
 
-    /// Names open incidents with a culprit process in common, which is no rank, in the verdicts of
-    /// each other.
+    /// Names open incidents with a culprit process in common, which is not a rank, in the verdicts
+    /// of each other.
     fn name_same_culprit(&mut self, id: &str) {
         let Some(own) = self.reports.get(id) else { return };
         let is_same = |report: &IncidentReport| {

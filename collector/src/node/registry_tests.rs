@@ -86,7 +86,7 @@ fn a_new_attempt_supersedes_the_old_one() {
     registry.hello(2, b.handle(), (&hello(1, 0), None), &settings(), &mut [], 1);
     let result = registry.hello(3, c.handle(), (&hello(0, 1), None), &settings(), &mut [], 2);
     assert!(result.new_attempt && result.new_world && result.remark.is_none());
-    assert_eq!(ranks(&registry), [(0, Presence::Present)], "rank 1 of attempt 0 is no rank of attempt 1");
+    assert_eq!(ranks(&registry), [(0, Presence::Present)], "rank 1 of attempt 0 is not a rank of attempt 1");
     assert_eq!(registry.get(old).unwrap().presence, Presence::Left);
 }
 

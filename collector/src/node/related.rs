@@ -1,6 +1,6 @@
-//! The processes that are no ranks and that ranks wait for, directly or through others: an engine,
-//! a server, a launcher. They are found through what the captured threads wait for, and captured
-//! like ranks.
+//! The processes that ranks wait for and that are not ranks themselves, directly or through others:
+//! an engine, a server, a launcher. They are found through what the captured threads wait for, and
+//! captured like ranks.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},

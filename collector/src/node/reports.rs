@@ -19,7 +19,7 @@ pub struct IncidentReport {
     pub cause: String,
     /// Culprit ranks.
     pub culprits: Vec<u32>,
-    /// The pids of the culprits that are no ranks.
+    /// The pids of the culprits that are not ranks.
     pub culprit_processes: Vec<i32>,
     /// Ranks that hang by the newest verdict.
     pub hanging: RankSet,
@@ -61,7 +61,7 @@ impl IncidentReport {
     }
 }
 
-/// The pids of the culprits that are no ranks.
+/// The pids of the culprits that are not ranks.
 fn no_ranks(verdict: &Verdict) -> Vec<i32> {
     let processes = verdict.culprit_processes.iter();
     processes.filter(|process| process.rank.is_none()).map(|process| process.pid).collect()

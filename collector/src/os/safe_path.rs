@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn links_and_files_are_no_private_folders() {
+    fn links_and_files_are_not_private_folders() {
         let temporary = tempfile::tempdir().unwrap();
         let (target, link, file) = ("target", "link", "file").into_paths(temporary.path());
         private_directory(&target).unwrap();

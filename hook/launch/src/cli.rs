@@ -168,15 +168,15 @@ fn print_env_request(arguments: Vec<OsString>) -> Result<PrintEnvRequest, lexopt
     let mut parser = Parser::from_args(arguments);
     loop {
         let is_end_of_options =
-            parser.try_raw_args().is_some_and(|words| words.peek().is_some_and(|word| word == "--"));
+            parser.try_raw_args().is_some_and(|rest| rest.peek().is_some_and(|argument| argument == "--"));
         match parser.next()? {
             Some(Long("help") | Short('h')) => return Ok(PrintEnvRequest::Help),
             Some(Long("version") | Short('V')) => return Ok(PrintEnvRequest::Version),
             Some(Long("json")) => json = true,
             Some(Long("pid") | Short('p')) => pid = Some(parse_pid(&parser.value()?)?),
             Some(Long("library")) => library = Some(PathBuf::from(parser.value()?)),
-            Some(Value(word)) if word.is_empty() => return Err("the program is empty".into()),
-            Some(Value(word)) => program = iter::once(word).chain(parser.raw_args()?).collect(),
+            Some(Value(name)) if name.is_empty() => return Err("the program is empty".into()),
+            Some(Value(name)) => program = iter::once(name).chain(parser.raw_args()?).collect(),
             Some(option) => return Err(option.unexpected()),
             None if is_end_of_options => return Err("no program is given after --".into()),
             None => break,
@@ -202,12 +202,12 @@ fn parse_pid(text: &OsStr) -> Result<i32, String> {
 mod tests {
     use super::*;
 
-    fn launch_of(words: &[&str]) -> LaunchRequest {
-        parse_launch(words.iter().map(OsString::from).collect())
+    fn launch_of(arguments: &[&str]) -> LaunchRequest {
+        parse_launch(arguments.iter().map(OsString::from).collect())
     }
 
-    fn launch_run(words: &[&str]) -> LaunchRequest {
-        LaunchRequest::Run(words.iter().map(OsString::from).collect())
+    fn launch_run(arguments: &[&str]) -> LaunchRequest {
+        LaunchRequest::Run(arguments.iter().map(OsString::from).collect())
     }
 
     #[test]
@@ -221,8 +221,8 @@ mod tests {
 
     #[test]
     fn invalid_commands_are_usage_errors() {
-        for words in [&[][..], &["--"], &["--verbose", "x"], &[""]] {
-            assert!(matches!(launch_of(words), LaunchRequest::Wrong(_)), "{words:?}");
+        for arguments in [&[][..], &["--"], &["--verbose", "x"], &[""]] {
+            assert!(matches!(launch_of(arguments), LaunchRequest::Wrong(_)), "{arguments:?}");
         }
     }
 
@@ -238,14 +238,14 @@ mod tests {
         assert!(wide.is_empty(), "{wide:#?}");
     }
 
-    fn print_env_request_of(words: &[&str]) -> PrintEnvRequest {
-        parse_print_env(words.iter().map(OsString::from).collect())
+    fn print_env_request_of(arguments: &[&str]) -> PrintEnvRequest {
+        parse_print_env(arguments.iter().map(OsString::from).collect())
     }
 
     #[test]
     fn targets_and_options() {
         let show = |json, target| PrintEnvRequest::Show { json, target };
-        let program = |words: &[&str]| ReportSubject::Program(words.iter().map(OsString::from).collect());
+        let program = |arguments: &[&str]| ReportSubject::Program(arguments.iter().map(OsString::from).collect());
         assert_eq!(print_env_request_of(&[]), show(false, ReportSubject::Here));
         assert_eq!(print_env_request_of(&["--json", "--pid", "7"]), show(true, ReportSubject::Process(7)));
         assert_eq!(print_env_request_of(&["--pid=7", "--json"]), show(true, ReportSubject::Process(7)));
@@ -265,7 +265,7 @@ mod tests {
 
     #[test]
     fn contradictory_arguments_are_usage_errors() {
-        for words in [
+        for arguments in [
             &["--pid"][..],
             &["--pid", "x"],
             &["--pid=0"],
@@ -279,7 +279,7 @@ mod tests {
             &["--library", "a", "--pid", "7"],
             &["--library", "a", "python"],
         ] {
-            assert!(matches!(print_env_request_of(words), PrintEnvRequest::Wrong(_)), "{words:?}");
+            assert!(matches!(print_env_request_of(arguments), PrintEnvRequest::Wrong(_)), "{arguments:?}");
         }
     }
 }

@@ -69,10 +69,10 @@ pub fn differing_settings(config: &Config) -> Vec<&'static str> {
 pub fn overruled(config: &Config) -> Option<String> {
     let file = std::fs::read_to_string(place::settings_file(&config.socket)).unwrap_or_default();
     let names = place::overruled(&config.wanted, &file);
-    let words = || {
+    let message = || {
         format!("the node collector keeps its own values of {}, which differ from those of this job", names.join(", "))
     };
-    (!names.is_empty()).then(words)
+    (!names.is_empty()).then(message)
 }
 
 /// The configuration of the job with its own collector.
@@ -251,8 +251,8 @@ fn problems(mut log: File, before: u64) -> Option<String> {
     let mut text = Vec::new();
     let read = log.seek(SeekFrom::Start(before)).and_then(|_| log.take(LOG_START_BYTES).read_to_end(&mut text));
     let text = String::from_utf8_lossy(if read.is_ok() { &text } else { &[] }).into_owned();
-    let words = |line: &str| Some(line.split_once(" ERROR ")?.1.split_once(": ")?.1.trim().to_string());
-    let all: Vec<String> = text.lines().filter_map(words).collect();
+    let message = |line: &str| Some(line.split_once(" ERROR ")?.1.split_once(": ")?.1.trim().to_string());
+    let all: Vec<String> = text.lines().filter_map(message).collect();
     (!all.is_empty()).then(|| format!("the node collector works, but {}", all.join("; ")))
 }
 

@@ -72,17 +72,18 @@ fn as_another_user(command: &[OsString]) -> Option<RemoteCommand> {
     Some(RemoteCommand { advice, in_container: false })
 }
 
-fn started_elsewhere(words: &[OsString]) -> Option<RemoteCommand> {
-    let program = Path::new(words.first()?).file_name()?;
+fn started_elsewhere(arguments: &[OsString]) -> Option<RemoteCommand> {
+    let program = Path::new(arguments.first()?).file_name()?;
     let (name, starts, reach) = STARTERS.iter().find(|(name, ..)| program == *name)?;
-    let verb = words[1..].iter().filter_map(|word| word.to_str()).find(|word| starts.contains(word));
+    let verb =
+        arguments[1..].iter().filter_map(|argument| argument.to_str()).find(|argument| starts.contains(argument));
     if verb.is_none() && !starts.is_empty() {
         return None;
     }
     let named = [Some(*name), verb].into_iter().flatten().collect::<Vec<_>>().join(" ");
     // Slurm's own containers, and those of its plugin.
-    let in_container =
-        *reach == RunsIn::Container || words.iter().any(|word| word.as_encoded_bytes().starts_with(b"--container"));
+    let in_container = *reach == RunsIn::Container
+        || arguments.iter().any(|argument| argument.as_encoded_bytes().starts_with(b"--container"));
     let place = if in_container {
         "in a container, which must also have xpu_timer"
     } else {
@@ -95,27 +96,27 @@ fn started_elsewhere(words: &[OsString]) -> Option<RemoteCommand> {
 }
 
 fn without_wrappers(command: &[OsString]) -> Vec<OsString> {
-    let mut words = command.to_vec();
+    let mut arguments = command.to_vec();
     loop {
-        if let Some(inner) = behind_env(&words, &mut OsString::new()) {
-            words = inner;
+        if let Some(inner) = behind_env(&arguments, &mut OsString::new()) {
+            arguments = inner;
             continue;
         }
-        let name = words.first().and_then(|word| Path::new(word).file_name());
+        let name = arguments.first().and_then(|argument| Path::new(argument).file_name());
         if !name.is_some_and(|name| WRAPPERS.iter().any(|wrapper| name == *wrapper)) {
-            return words;
+            return arguments;
         }
-        words.remove(0);
-        while let Some(word) = words.first().filter(|word| is_option(word)) {
-            let count = if VALUED.iter().any(|option| word == option) { 2 } else { 1 };
-            words.drain(..count.min(words.len()));
+        arguments.remove(0);
+        while let Some(argument) = arguments.first().filter(|argument| is_option(argument)) {
+            let count = if VALUED.iter().any(|option| argument == option) { 2 } else { 1 };
+            arguments.drain(..count.min(arguments.len()));
         }
     }
 }
 
-fn is_option(word: &OsStr) -> bool {
-    let word = word.as_encoded_bytes();
-    word.starts_with(b"-") || word.contains(&b'=')
+fn is_option(argument: &OsStr) -> bool {
+    let argument = argument.as_encoded_bytes();
+    argument.starts_with(b"-") || argument.contains(&b'=')
 }
 
 #[cfg(test)]

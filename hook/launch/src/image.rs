@@ -80,16 +80,16 @@ impl Image {
     pub fn of(command: &[OsString]) -> Result<Self> {
         let mut path = std::env::var_os("PATH").unwrap_or_default();
         let mut file = find(&command[0], &path)?;
-        let mut words = command.to_vec();
+        let mut arguments = command.to_vec();
         let mut script = false;
         for _ in 0..2 * LONGEST_CHAIN {
-            if let Some(next) = behind_env(&words, &mut path) {
+            if let Some(next) = behind_env(&arguments, &mut path) {
                 file = find(&next[0], &path)?;
-                words = next;
+                arguments = next;
             } else if let Some(mut interpreter) = interpreter_of_script(&file)? {
                 file = find(&interpreter[0], &path)?;
-                interpreter.push(words[0].clone());
-                words = interpreter;
+                interpreter.push(arguments[0].clone());
+                arguments = interpreter;
                 script = true;
             } else {
                 break;
@@ -182,17 +182,17 @@ fn find(name: &OsStr, path: &OsStr) -> Result<PathBuf> {
 
 /// The command after `env` with its options and variables, and the PATH in which it is searched.
 /// `None` for another command, and for an `env` without a command.
-pub fn behind_env(words: &[OsString], path: &mut OsString) -> Option<Vec<OsString>> {
-    let name = Path::new(words.first()?).file_name()?;
+pub fn behind_env(arguments: &[OsString], path: &mut OsString) -> Option<Vec<OsString>> {
+    let name = Path::new(arguments.first()?).file_name()?;
     if name != "env" {
         return None;
     }
-    let mut rest: Vec<OsString> = words[1..].to_vec();
+    let mut rest: Vec<OsString> = arguments[1..].to_vec();
     loop {
-        let word = rest.first()?.clone();
-        let bytes = word.as_bytes();
+        let argument = rest.first()?.clone();
+        let bytes = argument.as_bytes();
         let split =
-            |text: &[u8]| text.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty()).map(owned).collect();
+            |text: &[u8]| text.split(u8::is_ascii_whitespace).filter(|part| !part.is_empty()).map(owned).collect();
         let text_to_split = bytes.strip_prefix(b"--split-string=").or_else(|| bytes.strip_prefix(b"-S"));
         if let Some(text) = text_to_split {
             let mut taken = 1;
@@ -221,7 +221,7 @@ fn owned(bytes: &[u8]) -> OsString {
     OsStr::from_bytes(bytes).to_owned()
 }
 
-/// The words after `#!`: the interpreter and at most one argument, as the kernel splits them.
+/// What follows `#!`: the interpreter and at most one argument, as the kernel splits them.
 fn interpreter_of_script(file: &Path) -> Result<Option<Vec<OsString>>> {
     let mut head = Vec::new();
     let open = open_regular(file).with_context(|| format!("{}", file.display()))?;
@@ -236,7 +236,7 @@ fn interpreter_of_script(file: &Path) -> Result<Option<Vec<OsString>>> {
     if first.is_empty() {
         bail!("{} names no interpreter", file.display());
     }
-    Ok(Some([first, argument.trim_ascii()].into_iter().filter(|word| !word.is_empty()).map(owned).collect()))
+    Ok(Some([first, argument.trim_ascii()].into_iter().filter(|part| !part.is_empty()).map(owned).collect()))
 }
 
 #[cfg(test)]
@@ -245,7 +245,7 @@ mod tests {
 
     use super::*;
 
-    fn words(text: &str) -> Vec<OsString> {
+    fn arguments(text: &str) -> Vec<OsString> {
         text.split(' ').map(OsString::from).collect()
     }
 
@@ -301,7 +301,7 @@ mod tests {
             assert_eq!((image.file, image.script, image.obstacle), (at("musl"), true, Some(Obstacle::Musl)));
         }
         let path = format!("PATH={}:/usr/bin", folder.path().display());
-        let found = |text: &str| Image::of(&words(text)).map(|image| image.file).map_err(|error| error.to_string());
+        let found = |text: &str| Image::of(&arguments(text)).map(|image| image.file).map_err(|error| error.to_string());
         assert_eq!(found(&format!("env -i -u HOME {path} A=b musl --x=y")), Ok(at("musl")));
         assert_eq!(found(&format!("/usr/bin/env {path} env outer")), Ok(at("musl")));
         let split = executable(&at("split"), format!("#!/usr/bin/env -S {path} inner -x\n").as_bytes());

@@ -184,7 +184,7 @@ fn become_command(command: &[OsString], changes: &[(&str, OsString)]) -> u8 {
     if error == Errno::ENOENT || error == Errno::ENOTDIR { NOT_FOUND } else { NOT_EXECUTABLE }
 }
 
-/// Prints to stdout. It is no error if the reader is gone.
+/// Prints to stdout. A reader that is gone is not an error.
 fn print(text: &str) -> ExitCode {
     let _ = std::io::stdout().write_all(text.as_bytes());
     ExitCode::SUCCESS

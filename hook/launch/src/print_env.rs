@@ -62,7 +62,7 @@ fn json_of(value: &serde_json::Value) -> String {
     printable::json(&format!("{value:#}\n")).into_owned()
 }
 
-/// Prints to stdout. It is no error if the reader is gone.
+/// Prints to stdout. A reader that is gone is not an error.
 fn print(text: &str) -> ExitCode {
     let _ = std::io::stdout().write_all(printable::text(text).as_bytes());
     ExitCode::SUCCESS
@@ -88,9 +88,9 @@ fn text_of(report: &Report) -> String {
     for plugin in &report.plugins {
         let path = plugin.path.display();
         let found = plugin.functions.as_ref();
-        let words = found
+        let functions = found
             .map_or_else(|why| format!("{path}: UNUSABLE: {why}"), |found| format!("{path}: {}", found.join(", ")));
-        let _ = writeln!(text, "  {:<16} {}", "exit plugin", line(&words));
+        let _ = writeln!(text, "  {:<16} {}", "exit plugin", line(&functions));
     }
     let answers = match &report.collector {
         Ok(pid) => format!("answers as process {pid}"),
@@ -145,7 +145,7 @@ fn remark(setting: &Setting) -> String {
 }
 
 fn hooked(text: &mut String, target: &Hooked) {
-    let _ = writeln!(text, "\nHooks in {}\n  {}", line(&target.title), line(&target.words));
+    let _ = writeln!(text, "\nHooks in {}\n  {}", line(&target.title), line(&target.summary));
     if let Some(family) = target.family {
         let _ = writeln!(text, "  family {}", family.name);
     }

@@ -1,4 +1,5 @@
-//! How the launcher starts processes: the detached collector, and the command in its own place.
+//! How the launcher starts processes: the detached collector, and the command that replaces the
+//! launcher.
 //!
 //! The collector runs in its own session, without our descriptors, and outside of the command's
 //! process tree. An intermediate process starts it and ends at once. The launcher has one thread,

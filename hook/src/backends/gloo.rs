@@ -372,13 +372,15 @@ macro_rules! symbols {
 
                 #[cfg_attr(not(test), unsafe(no_mangle))]
                 pub unsafe extern "C-unwind" fn $name($($arg: Word),*) -> Word {
-                    // SAFETY: the caller's arguments.
+                    // SAFETY: the caller's arguments go unchanged to a function with the ABI of the
+                    // original.
                     unsafe { wrapper($($arg),*) }
                 }
 
                 unsafe extern "C-unwind" fn from_slot<const SLOT: usize>($($arg: Word),*) -> Word {
                     FUNCTION.set_entry_slot(SLOT);
-                    // SAFETY: the caller's arguments.
+                    // SAFETY: the caller's arguments go unchanged to a function with the ABI of the
+                    // original.
                     unsafe { wrapper($($arg),*) }
                 }
 
@@ -396,7 +398,7 @@ macro_rules! symbols {
                     let real = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Real>(real) };
                     let mut answer = 0;
                     let mut call = || {
-                        // SAFETY: the caller's arguments.
+                        // SAFETY: the original gets the arguments that its caller gave.
                         answer = unsafe { real($($arg),*) };
                         $result(answer)
                     };

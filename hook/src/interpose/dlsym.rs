@@ -140,8 +140,8 @@ fn select(name: *const c_char, ours: *const (), real: fn() -> *const ()) -> *con
 
 /// Looks up a hooked function by a handle or in the default scope.
 unsafe extern "C" fn dlsym_of_hooked(handle: *mut c_void, name: *const c_char) -> *mut c_void {
-    // SAFETY: the caller's arguments. Handles that depend on the caller are not used for these
-    // names.
+    // SAFETY: the caller's arguments are valid for dlsym. Handles that depend on the caller are not
+    // used for these names.
     let found = unsafe { next_dlsym()(handle, name) };
     // SAFETY: the caller's C string; `select_dlsym` has found it in the table.
     wrapped(found, unsafe { CStr::from_ptr(name) })
@@ -154,7 +154,7 @@ unsafe extern "C" fn dlvsym_of_hooked(handle: *mut c_void, name: *const c_char, 
     type Dlvsym = unsafe extern "C" fn(*mut c_void, *const c_char, *const c_char) -> *mut c_void;
     // SAFETY: the address of a function of this type.
     let real = unsafe { std::mem::transmute::<*const (), Dlvsym>(next_dlvsym() as *const ()) };
-    // SAFETY: the caller's arguments.
+    // SAFETY: the caller's arguments, which are valid for dlvsym, go unchanged to the original.
     let found = unsafe { real(handle, name, version) };
     // SAFETY: the caller's C string; `select_dlvsym` has found it in the table.
     wrapped(found, unsafe { CStr::from_ptr(name) })
@@ -191,11 +191,11 @@ mod tests {
     #[test]
     fn lookups_of_other_names_are_passed_on() {
         let malloc = look_up(libc::RTLD_DEFAULT, c"malloc");
-        // SAFETY: see dlsym(3).
+        // SAFETY: dlsym takes any of its special handles, and a C string.
         assert_eq!(unsafe { dlsym(libc::RTLD_DEFAULT, c"malloc".as_ptr()) }, malloc);
-        // SAFETY: see dlsym(3).
+        // SAFETY: dlsym takes any of its special handles, and a C string.
         assert!(unsafe { dlsym(libc::RTLD_DEFAULT, c"ncclAllReduce".as_ptr()) }.is_null());
-        // SAFETY: see dlvsym(3).
+        // SAFETY: dlvsym takes any of its special handles, and two C strings.
         let by_version = |name: &CStr| unsafe { dlvsym(libc::RTLD_DEFAULT, name.as_ptr(), c"GLIBC_2.2.5".as_ptr()) };
         assert_eq!(by_version(c"malloc"), malloc);
         assert!(by_version(c"ncclAllReduce").is_null());

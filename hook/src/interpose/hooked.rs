@@ -224,13 +224,13 @@ macro_rules! hooked {
 
                 #[cfg_attr(not(test), unsafe(no_mangle))]
                 pub unsafe extern "C-unwind" fn $name($($arg: $type),*) -> std::ffi::c_int {
-                    // SAFETY: the caller's arguments.
+                    // SAFETY: the caller's arguments go unchanged to a function of the same type.
                     unsafe { wrapper($($arg),*) }
                 }
 
                 unsafe extern "C-unwind" fn from_slot<const SLOT: usize>($($arg: $type),*) -> std::ffi::c_int {
                     FUNCTION.set_entry_slot(SLOT);
-                    // SAFETY: the caller's arguments.
+                    // SAFETY: the caller's arguments go unchanged to a function of the same type.
                     unsafe { wrapper($($arg),*) }
                 }
 
@@ -248,7 +248,7 @@ macro_rules! hooked {
                     // public ABI.
                     let real = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Real>(real) };
                     let call = || {
-                        // SAFETY: the caller's arguments.
+                        // SAFETY: the original gets the arguments that its caller gave.
                         unsafe { real($($arg),*) }
                     };
                     $crate::interpose::hooked::around((&FUNCTION, slot), ($bit, $bypass), $before, call)

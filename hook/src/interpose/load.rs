@@ -57,8 +57,8 @@ extern "C" fn on_load() {
 #[unsafe(link_section = ".init_array")]
 static ON_LOAD: extern "C" fn() = on_load;
 
-/// Runs when the library is unloaded, after all exit handlers. The collector is told as late as
-/// possible, because an exit handler of the host that hangs is a hang of the job.
+/// Runs when the library is unloaded, after all exit handlers. The hook says goodbye as late as
+/// possible: an exit handler of the host that hangs is a hang of the job.
 #[cfg_attr(test, allow(dead_code))]
 extern "C" fn at_end() {
     if running().is_some() && !is_vfork_child() {

@@ -211,7 +211,8 @@ unsafe extern "C" fn inspected_syscall(
     let next = NEXT_SYSCALL.load(Ordering::Relaxed);
     // SAFETY: the next function of this name, which accepts as many arguments as the call has.
     let next = if next.is_null() { raw_syscall } else { unsafe { std::mem::transmute::<*mut c_void, Syscall>(next) } };
-    // SAFETY: the caller's arguments, and the registers that follow them.
+    // SAFETY: the call gets the caller's arguments. The registers after them hold numbers that it
+    // ignores.
     let call = || unsafe { next(number, first, second, third, fourth, fifth, sixth) };
     let install = if number == libc::SYS_prctl {
         inspect_prctl(first, second);
@@ -298,9 +299,10 @@ mod tests {
             (raw_syscall(libc::SYS_getpid, 0, 0, 0, 0, 0, 0), raw_syscall(libc::SYS_close, u64::MAX, 0, 0, 0, 0, 0))
         };
         assert_eq!((own, wrong, thread_state::errno().get()), (i64::from(std::process::id()), -1, libc::EBADF));
-        // SAFETY: as above.
+        // SAFETY: the export has this type in registers: it takes seven integers.
         let exported: Syscall = unsafe { std::mem::transmute(syscall as *const ()) };
-        // SAFETY: as above; the second call asks whether the kernel knows an action.
+        // SAFETY: getpid uses no memory, and the second call reads `action`, which lives during the
+        // call. It asks whether the kernel knows an action.
         let (own, known) = unsafe {
             let action = libc::SECCOMP_RET_ERRNO;
             let known = exported(libc::SYS_seccomp, 2, 0, (&raw const action) as c_ulong, 0, 0, 0);

@@ -56,7 +56,7 @@ unsafe extern "C-unwind" fn kept_write(descriptor: c_int, text: *const c_void, b
     let next = NEXT_WRITE.load(Ordering::Relaxed);
     // SAFETY: the next function of this name.
     let next = if next.is_null() { raw_write } else { unsafe { std::mem::transmute::<*mut c_void, Write>(next) } };
-    // SAFETY: the caller's arguments.
+    // SAFETY: the caller's arguments go unchanged to the next write(2).
     let written = unsafe { next(descriptor, text, bytes) };
     if let Ok(length @ 1..) = usize::try_from(written)
         && length <= bytes
@@ -92,6 +92,6 @@ fn keep(text: usize, length: usize) {
 
 /// Makes the system call, for calls before the next function is known.
 unsafe extern "C-unwind" fn raw_write(descriptor: c_int, text: *const c_void, bytes: usize) -> isize {
-    // SAFETY: the caller's arguments.
+    // SAFETY: the caller's arguments go unchanged to the kernel, which checks the addresses.
     unsafe { raw_syscall(libc::SYS_write, descriptor as u64, text as u64, bytes as u64, 0, 0, 0) as c_long as isize }
 }

@@ -196,7 +196,7 @@ impl Device {
         let Some(info) = self.capture_info else { return 0 };
         let (mut status, mut id) = (0, 0);
         let null = std::ptr::null_mut();
-        // SAFETY: as above; outputs that are not wanted may be null.
+        // SAFETY: the host is launching on this stream; outputs that are not wanted may be null.
         let code = unsafe { info(stream as Stream, &mut status, &mut id, null, null, null) };
         if code == SUCCESS && status != 0 { id } else { 0 }
     }
@@ -209,18 +209,18 @@ impl Device {
         let context = match &self.place {
             LaunchTargetFunctions::Context { of_any_stream: Some(of_any_stream), .. } => {
                 let (mut context, mut green): (Context, Context) = (std::ptr::null_mut(), std::ptr::null_mut());
-                // SAFETY: as above.
+                // SAFETY: the host is launching on this stream; the places are valid.
                 if unsafe { of_any_stream(own, &mut context, &mut green) } == SUCCESS { context as usize } else { 0 }
             }
             _ if is_default(stream) => self.current_address(),
             LaunchTargetFunctions::Context { of_stream, .. } => {
                 let mut context: Context = std::ptr::null_mut();
-                // SAFETY: as above.
+                // SAFETY: the host is launching on this stream; the place is valid.
                 if unsafe { of_stream(own, &mut context) } == SUCCESS { context as usize } else { 0 }
             }
             LaunchTargetFunctions::Device { of_stream: Some(of_stream), .. } => {
                 let mut device = -1;
-                // SAFETY: as above.
+                // SAFETY: the host is launching on this stream; the place is valid.
                 if unsafe { of_stream(own, &mut device) } == SUCCESS { numbered(device) } else { 0 }
             }
             LaunchTargetFunctions::Device { of_stream: None, .. } => self.current_address(),

@@ -452,7 +452,7 @@ mod tests {
         let said = source.without_effect();
         assert_eq!(said.len(), 2, "{said:?}");
         assert!(said[0].starts_with("XPU_TIMER_DEBUG_MODE has no effect: "), "{said:?}");
-        assert_eq!(source.problems(), [], "and is no problem");
+        assert_eq!(source.problems(), [], "and does not count as a problem");
         assert!(WITHOUT_EFFECT.iter().all(|one| VARIABLES.iter().all(|other| one.name != other.name)));
     }
 

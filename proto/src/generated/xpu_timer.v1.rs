@@ -904,8 +904,8 @@ pub struct StackSamples {
     /// The distinct frames.
     #[prost(message, repeated, tag = "10")]
     pub frames: ::prost::alloc::vec::Vec<super::server::PySpyFrame>,
-    /// Stacks of which only the outer frames are known, because the inner ones changed during each
-    /// read. They are among the samples.
+    /// Stacks with only the outer frames, because the inner ones changed during each read. They are
+    /// among the samples.
     #[prost(uint64, tag = "11")]
     pub cut: u64,
     /// Stacks that changed so much during each read that nothing of them is known. They are missing.
@@ -1244,11 +1244,11 @@ pub struct Evidence {
     pub hang_timeout_ns: u64,
     #[prost(uint64, tag = "8")]
     pub sample_interval_ns: u64,
-    /// Processes that are no ranks, and that ranks wait for, directly or through others.
+    /// Processes that are not ranks, and that ranks wait for, directly or through others.
     #[prost(message, repeated, tag = "9")]
     pub processes: ::prost::alloc::vec::Vec<ProcessEvidence>,
 }
-/// A process that is no rank: an engine, a loader worker, a server, a launcher.
+/// A process that is not a rank: an engine, a loader worker, a server, a launcher.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ProcessEvidence {
     #[prost(string, tag = "1")]

@@ -329,7 +329,7 @@ pub fn read_functions(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io:
     Ok(entries.map(function).collect())
 }
 
-/// The communicator of a published slot; `None` if its operation is no collective.
+/// The communicator of a published slot; `None` if its operation is not a collective.
 #[must_use]
 pub fn communicator_of(words: &[u64; op::WORDS]) -> Option<u64> {
     let [kind, ..] = words[op::WHAT].to_le_bytes();

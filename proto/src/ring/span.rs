@@ -177,7 +177,7 @@ mod tests {
         let count = 2 * SLOTS as u64 + 10;
         (0..count).for_each(|ticket| ring.put(ticket));
         assert_eq!((ring.read(&mut cursor).len(), cursor.missed), (SLOTS, SLOTS as u64 + 10));
-        // A ring that runs backwards is no endless loop.
+        // A ring that runs backwards makes no endless loop.
         ring.0[header::SPANS] = 3;
         assert_eq!(ring.read(&mut cursor).len(), 0);
     }

@@ -303,7 +303,7 @@ impl Builder {
             if let Some(rank) = input.rank.filter(|_| main) {
                 self.main_suspended.entry(stack).or_default().insert(rank);
             }
-            Suspended { words: self.texts.number(&waiting.words("")), stack: Some(stack) }
+            Suspended { description: self.texts.number(&waiting.describe("")), stack: Some(stack) }
         };
         waiting.map(number).collect()
     }
@@ -391,7 +391,7 @@ fn complete(tree: &mut PrefixTree, ends: &[StackEnd], used: impl Iterator<Item =
         if nodes[stack].is_none() {
             nodes[stack] = match &ends[stack] {
                 StackEnd::Drawn(node) => Some(*node),
-                StackEnd::Undrawn(words) => tree.insert_set(words, &RankSet::new()),
+                StackEnd::Undrawn(names) => tree.insert_set(names, &RankSet::new()),
             };
         }
     }

@@ -259,8 +259,8 @@ pub struct Thread {
 /// Tasks or greenlets of a thread that wait at one place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Suspended {
-    /// In words: `3 tasks 'Task-…' await a future`.
-    pub words: TextId,
+    /// For people: `3 tasks 'Task-…' await a future`.
+    pub description: TextId,
     /// Where their stack ends.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stack: Option<u32>,

@@ -133,7 +133,7 @@ fn waits_for_descriptor(number: i64, arguments: &[u64; 6]) -> bool {
 /// not count.
 fn has_timeout(number: i64, arguments: &[u64; 6]) -> bool {
     match number {
-        // A negative number of milliseconds is no timeout.
+        // A negative number of milliseconds means no timeout.
         libc::SYS_poll => arguments[2] as i32 >= 0,
         libc::SYS_epoll_wait | libc::SYS_epoll_pwait => arguments[3] as i32 >= 0,
         libc::SYS_futex | libc::SYS_epoll_pwait2 | libc::SYS_semtimedop => arguments[3] != 0,
@@ -577,7 +577,7 @@ mod tests {
         assert_eq!(unsafe { libc::pthread_mutex_lock(mutex.0.get()) }, 0);
         let own = nix::unistd::gettid().as_raw();
         let found = awaited(move || {
-            // SAFETY: as above.
+            // SAFETY: the mutex lives forever, so a thread may wait for it.
             let _ = unsafe { libc::pthread_mutex_lock(mutex.0.get()) };
         });
         // SAFETY: this thread has locked it.

@@ -148,7 +148,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn threads_of_the_kernel_are_no_programs() {
+    fn threads_of_the_kernel_are_not_programs() {
         let threads = kernel_threads().unwrap_or_default();
         assert!(threads.iter().all(|pid| has_no_program(*pid)));
         let listed = procfs::pids().filter(|pid| threads.contains(pid)).count();

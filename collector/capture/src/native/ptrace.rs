@@ -353,11 +353,11 @@ impl Drop for RaisedPriority {
     fn drop(&mut self) {
         // Restoring the priority is always permitted.
         match &self.before {
-            // SAFETY: as above.
+            // SAFETY: `usual` lives during the call, which changes only the policy of this thread.
             Some(Priority::Policy(policy, usual)) => unsafe {
                 libc::sched_setscheduler(0, *policy, usual);
             },
-            // SAFETY: as above.
+            // SAFETY: the call takes numbers.
             Some(Priority::Niceness(niceness)) => unsafe {
                 libc::setpriority(libc::PRIO_PROCESS, 0, *niceness);
             },

@@ -324,7 +324,7 @@ fn has_slept(pid: i32, tid: i32, schedule: &Schedule, before: &Status) -> bool {
 }
 
 /// Whether a thread has slept between two reads of its status. A thread that was woken and still
-/// runs was not switched away from yet, so an equal count alone is no proof.
+/// runs was not switched away from yet, so an equal count alone proves nothing.
 fn slept(before: &Status, after: &Status) -> bool {
     before.switches == after.switches && before.letter() != b'R' && after.letter() != b'R'
 }

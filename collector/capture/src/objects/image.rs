@@ -81,7 +81,7 @@ pub(crate) struct Image {
     /// Whether its file is known to have changed.
     stale: AtomicBool,
     /// Whether it was rebuilt from memory although its file exists: the file could not be read, or
-    /// is no complete object.
+    /// is not a complete object.
     pub has_unreadable_file: bool,
     /// The interpreter in the object, if any, once it was searched for.
     python: OnceLock<Option<Arc<Runtime>>>,

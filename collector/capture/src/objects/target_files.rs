@@ -149,7 +149,7 @@ mod tests {
         assert_eq!(read("/folder/absolute").as_deref(), Some("inside"));
         assert_eq!(read("/folder/upwards").as_deref(), Some("inside"));
         assert_eq!(read("/folder/outside"), None);
-        assert_eq!(read("/folder"), None, "a folder is no file");
+        assert_eq!(read("/folder"), None, "a folder is not a file");
         assert_eq!(read("/nothing"), None);
     }
 

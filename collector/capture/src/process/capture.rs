@@ -339,13 +339,13 @@ impl Capture<'_> {
                 }
                 continue;
             };
-            let whole = stack.problem.is_none();
+            let is_complete = stack.problem.is_none();
             thread.stack = stack;
             missed = missing_pages;
             let agreement = consistency::agreement(python, thread, native, space);
             // The stacks never agree if the code of the loop is unknown or C code switches stacks.
             // Then both are reported.
-            thread.is_consistent = whole && agreement != Agreement::Between;
+            thread.is_consistent = is_complete && agreement != Agreement::Between;
             if thread.is_consistent && agreement != Agreement::No {
                 break;
             }
@@ -448,6 +448,6 @@ fn find_unnamed_part(
     let natives: HashMap<i32, &Thread> = threads.iter().map(|thread| (thread.tid, thread)).collect();
     let both = python_threads.iter().filter(|thread| thread.is_consistent && thread.stack.problem.is_none());
     let both = both.filter_map(|thread| Some((thread, *natives.get(&thread.tid)?)));
-    let whole = both.filter(|(_, native)| native.incomplete.is_empty() && !native.frames.is_empty());
-    consistency::find_unnamed_part(python, whole.map(|(thread, native)| (thread, &*native.frames)), space);
+    let complete = both.filter(|(_, native)| native.incomplete.is_empty() && !native.frames.is_empty());
+    consistency::find_unnamed_part(python, complete.map(|(thread, native)| (thread, &*native.frames)), space);
 }

@@ -185,9 +185,9 @@ impl RunningThreads<'_> {
         let (ReadResult::Done, Some((stack, missing_pages))) = (result, copy.finish()) else { return Ok(false) };
         watched.missed = missing_pages;
         watched.attempts += 1;
-        let whole = stack.problem.is_none();
+        let is_complete = stack.problem.is_none();
         thread.stack = stack;
-        thread.is_consistent = whole && agreement(python, thread, watched.native, space) != Agreement::Between;
+        thread.is_consistent = is_complete && agreement(python, thread, watched.native, space) != Agreement::Between;
         Ok(thread.is_consistent || watched.attempts >= ATTEMPTS)
     }
 

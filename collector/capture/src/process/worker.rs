@@ -5,7 +5,7 @@
 //! deadline is abandoned: it ends when the kernel lets it. Its end also releases every thread that
 //! it still traces.
 //!
-//! A thread may also be late because the machine is busy. This is no property of the captured
+//! A thread may also be late because the machine is busy. This does not depend on the captured
 //! process, so the thread gets more time.
 
 use std::{
@@ -176,7 +176,7 @@ fn spawn(
     Ok(Worker { index, since: Instant::now(), tid })
 }
 
-/// The result for a process of which only the state is known.
+/// The result for a process if only its state is known.
 fn unanswered(pid: i32, reason: &str) -> RawProcess {
     let mut process = RawProcess { pid, ..RawProcess::default() };
     // Reading this file takes no lock of the process.

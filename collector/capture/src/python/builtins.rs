@@ -220,7 +220,7 @@ pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str)
 }
 
 /// Of pairs whose keys are strings, those whose keys are as long as one of these texts. The keys of
-/// a large dictionary lie on many pages, of which hardly any has to be copied. Of a small
+/// a large dictionary lie on many pages, and hardly any of these has to be copied. Of a small
 /// dictionary, all are returned.
 fn with_lengths_of(memory: &Snapshot, layout: &Layout, pairs: Vec<(u64, u64)>, texts: &[&str]) -> Vec<(u64, u64)> {
     /// Objects of one class have the same keys, whose pages are copied once.

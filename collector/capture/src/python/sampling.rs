@@ -41,7 +41,7 @@ const UNKNOWN: u64 = u64::MAX;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Outcome {
     /// The stack existed at one moment.
-    Whole,
+    Complete,
     /// The outer frames existed. The inner ones changed during each read.
     Cut,
     /// Nothing is known.
@@ -245,9 +245,9 @@ impl StackReader {
         let mut at = self.heads.len() * 8;
         let mut threads = std::mem::take(&mut self.threads);
         for thread in &mut threads {
-            // The frames of a stack that is not whole are not those of the next sample.
-            let was_whole = std::mem::replace(&mut thread.outcome, Outcome::Whole) == Outcome::Whole;
-            thread.number = thread.number.filter(|_| was_whole);
+            // The frames of an incomplete stack are not those of the next sample.
+            let was_complete = std::mem::replace(&mut thread.outcome, Outcome::Complete) == Outcome::Complete;
+            thread.number = thread.number.filter(|_| was_complete);
             for state in &mut thread.states {
                 let bytes = self.buffer.get(at..copied.min(at + state.length)).unwrap_or_default();
                 at += state.length;
@@ -305,7 +305,7 @@ impl StackReader {
             }
             state.set_chain(&layout, chain);
             match self.check(state, &before) {
-                Check::IsThere => return Outcome::Whole,
+                Check::IsThere => return Outcome::Complete,
                 Check::OtherCode => {
                     outcome = Outcome::Discarded;
                     continue;
@@ -317,7 +317,7 @@ impl StackReader {
             // One call or one return between the two reads explains the difference, so the first
             // chain existed.
             if again.problem.is_none() && state.chain.frames.len() <= kept + 1 && again.frames.len() <= kept + 1 {
-                return Outcome::Whole;
+                return Outcome::Complete;
             }
             let left_out = state.chain.frames.len() - kept;
             state.chain.frames.drain(..left_out);

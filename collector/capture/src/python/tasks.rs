@@ -435,7 +435,7 @@ fn task_name(memory: &mut Snapshot, layout: &Layout, name: u64) -> String {
     }
 }
 
-/// An awaited object that is no coroutine, for people.
+/// An awaited object that is not a coroutine, for people.
 fn described(memory: &mut Snapshot, layout: &Layout, object: u64) -> String {
     match class_name(memory, layout, object) {
         Some(name) if is_task(&name) => {

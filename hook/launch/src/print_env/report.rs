@@ -50,8 +50,8 @@ pub struct Hooked {
     pub title: String,
     /// Whether the hook is, or would be, loaded.
     pub loaded: bool,
-    /// The same as text, with the reason.
-    pub words: String,
+    /// The state of the hook as text, with the reason.
+    pub summary: String,
     /// The family of its device, if its runtime is loaded.
     pub family: Option<&'static Family>,
     /// Its libraries that have hooked functions.
@@ -125,7 +125,7 @@ impl Report {
             Target::Program(program) => ("this shell".to_string(), Some(in_program(program, &config, hook)?)),
         };
         if let Some(hooked) = hooked.as_ref().filter(|hooked| !hooked.loaded) {
-            problems.push(format!("{}: {}", hooked.title, hooked.words));
+            problems.push(format!("{}: {}", hooked.title, hooked.summary));
         }
         Ok(Report {
             whose,
@@ -193,7 +193,7 @@ impl Hooked {
         json!({
             "title": self.title,
             "hook": self.loaded,
-            "words": self.words,
+            "summary": self.summary,
             "family": self.family.map(|family| family.name),
             "libraries": self.libraries.iter().map(library).collect::<Vec<_>>(),
             "notes": self.notes,
@@ -206,7 +206,7 @@ const HOOK: &str = "libxpu_timer_hook.so";
 fn in_process(process: &Process, config: &Config, hook: Option<&Path>) -> Hooked {
     let mapped = process.mapped.iter().find(|path| path.to_string_lossy().contains(HOOK));
     let preload = target::value(&process.environ, "LD_PRELOAD").unwrap_or_default();
-    let (loaded, words) = match mapped {
+    let (loaded, summary) = match mapped {
         Some(path) if config.disabled => (true, format!("the hook is loaded ({}), but XPU_TIMER_DISABLE turns it off", path.display())),
         Some(path) => (true, format!("the hook is loaded: {}", path.display())),
         None if preload.contains(HOOK) => {
@@ -219,7 +219,7 @@ fn in_process(process: &Process, config: &Config, hook: Option<&Path>) -> Hooked
     let mut hooked = Hooked {
         title: format!("process {} ({})", process.pid, process.command),
         loaded,
-        words,
+        summary,
         family: family_of(&libraries),
         libraries: Vec::new(),
         notes: Vec::new(),
@@ -237,7 +237,7 @@ fn in_process(process: &Process, config: &Config, hook: Option<&Path>) -> Hooked
 
 fn in_program(program: &Program, config: &Config, hook: Option<&Path>) -> Result<Hooked> {
     let (libraries, missing) = target::of_program(program)?;
-    let (loaded, words) = match hook {
+    let (loaded, summary) = match hook {
         _ if let Some(elsewhere) = &program.elsewhere => (false, elsewhere.advice.clone()),
         _ if let Some(obstacle) = &program.image.obstacle => (false, obstacle.to_string()),
         None => (false, "the hook is missing".into()),
@@ -250,7 +250,7 @@ fn in_program(program: &Program, config: &Config, hook: Option<&Path>) -> Result
     let mut hooked = Hooked {
         title: format!("program {} ({})", program.command, program.image.file.display()),
         loaded,
-        words,
+        summary,
         family: family_of(&libraries),
         libraries: Vec::new(),
         notes: Vec::new(),

@@ -74,8 +74,8 @@ pub fn of_program(program: &Program) -> Result<(Vec<Library>, Vec<String>)> {
         .output()
         .with_context(|| format!("{}", loader.display()))?;
     if !output.status.success() {
-        let words = String::from_utf8_lossy(&output.stderr);
-        bail!("{} --list {}: {}", loader.display(), image.file.display(), words.trim());
+        let error = String::from_utf8_lossy(&output.stderr);
+        bail!("{} --list {}: {}", loader.display(), image.file.display(), error.trim());
     }
     Ok(parse_loader_list(&String::from_utf8_lossy(&output.stdout)))
 }
@@ -267,7 +267,7 @@ impl Target {
         match wanted {
             ReportSubject::Here => Ok(Target::Here),
             ReportSubject::Process(pid) => process(pid).map(Target::Process),
-            ReportSubject::Program(words) => program(&words).map(Target::Program),
+            ReportSubject::Program(command) => program(&command).map(Target::Program),
         }
     }
 
@@ -339,14 +339,14 @@ fn readable<T>(pid: i32, name: &str, read: Result<T, procfs::Error>) -> Result<T
     })
 }
 
-fn program(words: &[OsString]) -> Result<Program> {
-    let image = Image::of(words)?;
-    let arguments: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
-    let mut command = secrets::command(arguments.iter().map(|argument| &**argument));
+fn program(command: &[OsString]) -> Result<Program> {
+    let image = Image::of(command)?;
+    let arguments: Vec<_> = command.iter().map(|argument| argument.to_string_lossy()).collect();
+    let mut shown = secrets::command(arguments.iter().map(|argument| &**argument));
     if image.script {
-        command = format!("{command} (a script for {})", image.file.display());
+        shown = format!("{shown} (a script for {})", image.file.display());
     }
-    Ok(Program { image, elsewhere: container::elsewhere(words), command })
+    Ok(Program { image, elsewhere: container::elsewhere(command), command: shown })
 }
 
 #[cfg(test)]

@@ -47,7 +47,7 @@ fn shape(argument: *const u8, kernel: AttentionKernel) -> Option<MatmulShape> {
     // SAFETY: the argument of the caller's launch, which is a structure of several hundred bytes in
     // all versions.
     let number = |offset: usize| unsafe { argument.add(offset).cast::<i32>().read_unaligned() };
-    // SAFETY: as above.
+    // SAFETY: an offset inside the same structure of the launch.
     let offsets_of_queries = unsafe { argument.add(OFFSETS_OF_QUERIES).cast::<usize>().read_unaligned() };
     let rounded = |size: i32, to: i32| size.checked_add(to - 1).map(|size| size / to * to);
     let [heads, keys_heads, ratio] = [HEADS, HEADS_OF_KEYS, HEADS_RATIO].map(number);

@@ -199,7 +199,7 @@ fn by_layers(what: *const Layers) -> Option<Copy> {
 
 /// The same for a copy between devices.
 fn by_peer_layers(what: *const PeerLayers) -> Option<Copy> {
-    // SAFETY: as above.
+    // SAFETY: null, or the caller's structure, which is valid during the call.
     unsafe { what.as_ref() }.map(|what| layers(BETWEEN_DEVICES, [&what.from, &what.to], what.extent))
 }
 
@@ -259,7 +259,7 @@ fn by_rows(what: *const Rows) -> (CopyDirection, usize) {
 }
 
 fn by_volume(what: *const Volume) -> (CopyDirection, usize) {
-    // SAFETY: as above.
+    // SAFETY: null, or the caller's structure, which is valid during the call.
     let what = unsafe { what.as_ref() };
     what.map_or((CopyDirection::Unspecified, 0), |what| {
         let bytes = what.extent.into_iter().fold(1, usize::saturating_mul);

@@ -149,7 +149,7 @@ unsafe fn wrap_result(
     // SAFETY: the caller's place, which the call has written.
     let address = unsafe { *out };
     if version <= NEWEST_KNOWN || newest_known() == Some(address) {
-        // SAFETY: as above.
+        // SAFETY: the caller's place, which the call has written, so it is writable.
         unsafe { *out = function.wrap(address) };
     }
 }

@@ -310,8 +310,8 @@ pub fn tensor_shape(beside: &Function, tensors: Tensors) -> (u64, DataType) {
     }
     let count: Option<i64> = tensor_property(beside, c"aoti_torch_get_numel", 0, tensor);
     let dtype: Option<c_int> = tensor_property(beside, c"aoti_torch_get_dtype", 1, tensor);
-    let told = count.zip(dtype).map(|(count, dtype)| (count.max(0) as u64, dtype));
-    let (count, number) = told.or_else(|| shape_in_memory(implementation)).unwrap_or((0, -1));
+    let known = count.zip(dtype).map(|(count, dtype)| (count.max(0) as u64, dtype));
+    let (count, number) = known.or_else(|| shape_in_memory(implementation)).unwrap_or((0, -1));
     let dtype = SCALAR_TYPES.iter().find(|(known, _)| *known == number);
     (count, dtype.map_or(DataType::Unspecified, |(_, dtype)| *dtype))
 }

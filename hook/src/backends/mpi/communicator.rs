@@ -130,7 +130,7 @@ struct Members {
     first_remote: u32,
 }
 
-/// The members of an intercommunicator, of which this process is member `rank` of the local group.
+/// The members of an intercommunicator; this process is member `rank` of the local group.
 fn intercommunicator_members(own: &[c_int], remote: &[c_int], rank: i32) -> Members {
     let leads = own.iter().min() < remote.iter().min();
     let (first, second) = if leads { (own, remote) } else { (remote, own) };
@@ -255,9 +255,9 @@ impl Kind {
     /// `place` is null or points to a handle.
     unsafe fn handle_at(self, library: &Library, place: Word) -> usize {
         match self {
-            // SAFETY: the caller's promise.
+            // SAFETY: by the contract of this function, null or a handle, which is a pointer.
             Kind::File => unsafe { (place as *const usize).as_ref() }.map_or(0, |handle| *handle),
-            // SAFETY: as above.
+            // SAFETY: by the contract of this function, null or one handle.
             _ => unsafe { library.abi.handle_at(place, 0) as usize },
         }
     }

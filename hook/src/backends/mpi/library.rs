@@ -170,7 +170,7 @@ impl Library {
             initialized: own!(c"PMPI_Initialized" as unsafe extern "C" fn(*mut c_int) -> c_int),
             group_of_session: {
                 let found = look_up(handle, c"PMPI_Group_from_session_pset");
-                // SAFETY: as above.
+                // SAFETY: by the MPI standard, the function of this name has this type.
                 (!found.is_null()).then(|| unsafe { std::mem::transmute::<*mut c_void, GroupFromSession>(found) })
             },
             sessions: [const { AtomicU64::new(0) }; 8],
@@ -318,9 +318,11 @@ impl Abi {
     pub unsafe fn handle_at(&self, place: Word, index: usize) -> u64 {
         match (place, self.mask) {
             (0, _) => 0,
-            // SAFETY: the caller's promise.
+            // SAFETY: by the contract of this function, `index` lies in the array; these handles
+            // are 64 bits.
             (_, u64::MAX) => unsafe { *(place as *const u64).add(index) },
-            // SAFETY: as above; these handles are 32 bits.
+            // SAFETY: by the contract of this function, `index` lies in the array; these handles
+            // are 32 bits.
             _ => u64::from(unsafe { *(place as *const u32).add(index) }),
         }
     }

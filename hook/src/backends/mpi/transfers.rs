@@ -175,7 +175,7 @@ pub fn testing(requests: Word, count: i32, which: WaitFor, done: CompletionFlag)
         if count as usize > INLINE_REQUESTS && count > 0 {
             MORE_REQUESTS.with(|further| {
                 for (index, handle) in (INLINE_REQUESTS..count as usize).zip(further) {
-                    // SAFETY: as above.
+                    // SAFETY: the caller's array of `count` requests; `index` is below `count`.
                     handle.set(unsafe { library.abi.handle_at(requests, index) });
                 }
             });

@@ -47,10 +47,12 @@ impl Engine for Detour {
         wrapper: *const (),
         publish: &mut dyn FnMut(*const ()),
     ) -> Result<(), Refusal> {
-        // SAFETY: the caller's promise.
+        // SAFETY: by the contract of `replace`, `check` accepts the first instructions, and the
+        // wrapper has the type of the function.
         let hook = unsafe { detour::RawDetour::new(entry as *const (), wrapper) }.map_err(|_| Refusal::Engine)?;
         publish(hook.trampoline());
-        // SAFETY: as above.
+        // SAFETY: by the contract of `replace`, no thread runs the instructions that the jump
+        // replaces.
         let enabled = unsafe { hook.enable() };
         // Never freed, even if it is unused, because other code may hold the trampoline.
         std::mem::forget(hook);
@@ -80,7 +82,7 @@ mod frida {
     // own. Moving the handle to another thread moves a counted pointer.
     unsafe impl Send for Kept {}
 
-    // SAFETY: as above.
+    // SAFETY: all threads use the interceptor through its own lock.
     unsafe impl Sync for Kept {}
 
     fn interceptor() -> Interceptor {

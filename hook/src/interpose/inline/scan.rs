@@ -60,14 +60,15 @@ pub fn scan_new_objects() {
             if known.objects.get(at) != Some(&place) {
                 known.objects.insert(at, place);
                 scan_object(known, place, map, at == 0);
-                // SAFETY: as above; the linker has not bound the object yet.
+                // SAFETY: `map` is in the list, and the linker has not bound the object yet.
                 unsafe { symbol_binding::bind_deepbind_imports(map) };
-                // SAFETY: as above; none of its code runs yet, or the process is starting.
+                // SAFETY: `map` is in the list, and none of its code runs yet, or the process is
+                // starting.
                 unsafe { symbol_binding::unbind_weak_references(map) };
             }
         }
         at += 1;
-        // SAFETY: as above.
+        // SAFETY: an object of the list, which does not change now.
         map = unsafe { (*map).next };
     }
     if known.objects.len() > at {
@@ -81,7 +82,7 @@ impl ScanState {
         let mut present = Vec::with_capacity(self.objects.len());
         let mut map = elf::first();
         while !map.is_null() {
-            // SAFETY: as above.
+            // SAFETY: objects of the list, which does not change now.
             unsafe {
                 present.push((map as usize, (*map).base));
                 map = (*map).next;

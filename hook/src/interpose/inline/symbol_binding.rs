@@ -36,7 +36,7 @@ pub unsafe fn bind_deepbind_imports(map: *const LinkMap) {
     if !thread_state::current().asked_for_deepbind.get() {
         return;
     }
-    // SAFETY: the caller's promise.
+    // SAFETY: by the contract of this function, `map` is in the linker's list.
     let Some(object) = (unsafe { Object::of(map) }) else { return };
     let dependencies = dependencies(&object);
     for (name, symbol) in object.imported() {
@@ -113,7 +113,7 @@ unsafe fn define_locally(object: &Object, symbol: *mut libc::Elf64_Sym, address:
 /// `map` is in the linker's list and none of its code runs, or the process is starting.
 pub unsafe fn unbind_weak_references(map: *const LinkMap) {
     const WEAK: u8 = 2;
-    // SAFETY: the caller's promise.
+    // SAFETY: by the contract of this function, `map` is in the linker's list.
     let Some(object) = (unsafe { Object::of(map) }) else { return };
     for (name, symbol) in object.imported() {
         // SAFETY: a symbol of the object's table.
@@ -129,7 +129,7 @@ pub unsafe fn unbind_weak_references(map: *const LinkMap) {
             unsafe { define_locally(&object, symbol.cast_mut(), 0) };
         }
         for place in object.places_of(symbol).filter(|place| is_wrapper(held(*place) as *mut _)) {
-            // SAFETY: the caller's promise.
+            // SAFETY: by the contract of this function, no code uses the reference yet.
             unsafe { rebind(&object, place, 0) };
         }
     }
@@ -144,7 +144,7 @@ fn is_exported_elsewhere(name: &CStr) -> bool {
         if object.is_some_and(|object| object.base != own_base() && object.exported(name).is_some()) {
             return true;
         }
-        // SAFETY: as above.
+        // SAFETY: an object of the linker's list, which does not change now.
         map = unsafe { (*map).next };
     }
     false

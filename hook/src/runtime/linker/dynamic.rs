@@ -28,7 +28,7 @@ pub fn path_of<'a>(address: *mut c_void) -> Option<&'a CStr> {
     // SAFETY: an all-zero Dl_info is a valid value of that plain structure, and dladdr takes any
     // address.
     let mut object: libc::Dl_info = unsafe { std::mem::zeroed() };
-    // SAFETY: as above.
+    // SAFETY: dladdr takes any address, and writes to a valid place.
     if unsafe { libc::dladdr(address, &mut object) } == 0 || object.dli_fname.is_null() {
         return None;
     }
@@ -162,7 +162,7 @@ pub fn exported_by_libc(name: &CStr) -> *mut c_void {
             if let Some(found) = object.and_then(|object| object.exported(name)) {
                 return Some(found.address as *mut c_void);
             }
-            // SAFETY: as above.
+            // SAFETY: the linker's list, whose beginning does not change.
             map = unsafe { (*map).next };
         }
         None

@@ -119,7 +119,7 @@ impl Object {
     /// # Safety
     /// `map` is in the linker's list and stays there while the object is used.
     pub unsafe fn of(map: *const LinkMap) -> Option<Self> {
-        // SAFETY: the caller's promise.
+        // SAFETY: by the contract of this function, `map` stays in the linker's list.
         let map = unsafe { &*map };
         let mut object = Object {
             base: map.base,
@@ -284,7 +284,7 @@ impl Object {
         (1..self.imports_end()).filter_map(|index| {
             // SAFETY: an index of the table.
             let symbol = unsafe { self.symbols.add(index) };
-            // SAFETY: as above.
+            // SAFETY: a symbol of the table, which stays mapped with its object.
             let (section, name) = unsafe { ((*symbol).st_shndx, (*symbol).st_name as usize) };
             if section != 0 || name >= self.string_bytes {
                 return None;
@@ -352,7 +352,7 @@ impl Object {
             if info.dlpi_addr as usize != question.base {
                 return 0;
             }
-            // SAFETY: as above.
+            // SAFETY: the linker's array of program headers and its length.
             let segments = unsafe { std::slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) };
             question.flags = segments.iter().find(|segment| (question.wanted)(segment)).map(|segment| segment.p_flags);
             1
@@ -407,7 +407,7 @@ mod tests {
             if let Some(object) = object.filter(|object| object.soname() == b"libc.so.6") {
                 return object;
             }
-            // SAFETY: as above.
+            // SAFETY: the linker's list; nothing is unloaded meanwhile.
             map = unsafe { (*map).next };
         }
         panic!("no C library");
@@ -426,7 +426,7 @@ mod tests {
             assert!(object.holds_code(found.address) && found.size > 0);
         }
         assert_eq!(object.exported(c"xpu_timer_no_such_function"), None);
-        assert_eq!(object.exported(c"environ"), None, "data is no function");
+        assert_eq!(object.exported(c"environ"), None, "data is not a function");
         assert!(!object.holds_code(std::ptr::from_ref(&object) as usize));
         assert!(!object.is_symbolic);
     }

@@ -30,7 +30,7 @@ pub struct Wrapper(pub *const ());
 // SAFETY: the address of code.
 unsafe impl Sync for Wrapper {}
 
-// SAFETY: as above.
+// SAFETY: the address of code, which every thread may use.
 unsafe impl Send for Wrapper {}
 
 /// One hooked function.

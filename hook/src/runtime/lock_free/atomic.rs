@@ -32,7 +32,7 @@ impl Word {
     /// # Safety
     /// No other thread writes the word at the same time.
     pub unsafe fn get(&self) -> usize {
-        // SAFETY: the caller's promise.
+        // SAFETY: by the contract of this function, no other thread writes the word.
         unsafe { *self.0.get() }
     }
 
@@ -41,7 +41,7 @@ impl Word {
     /// # Safety
     /// No other thread reads or writes the word at the same time.
     pub unsafe fn set(&self, word: usize) {
-        // SAFETY: the caller's promise.
+        // SAFETY: by the contract of this function, no other thread accesses the word.
         unsafe { *self.0.get() = word }
     }
 }

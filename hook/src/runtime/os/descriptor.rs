@@ -160,8 +160,8 @@ mod tests {
             assert_eq!(unsafe { libc::ftruncate(fd, size) }, -1, "{size}");
         }
         let hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: as above, and the mapping is 8192 bytes long. A hole reads as zeros and faults in
-        // again.
+        // SAFETY: the descriptor is ours, and the mapping is 8192 bytes long. A hole reads as zeros
+        // and faults in again.
         unsafe {
             libc::fallocate(fd, hole, 0, 8192);
             memory.cast::<u8>().add(8191).write(7);

@@ -91,7 +91,7 @@ fn set(collector: i32) {
 pub fn call(function: &AtomicPtr<c_void>, [option, second, third, fourth, fifth]: [c_ulong; 5]) -> c_int {
     let function = function.load(Ordering::Relaxed);
     if function.is_null() {
-        // SAFETY: the caller's arguments for prctl(2).
+        // SAFETY: the arguments come from a caller of prctl, or name a tracer, which is a number.
         return unsafe { libc::syscall(libc::SYS_prctl, option, second, third, fourth, fifth) } as c_int;
     }
     // SAFETY: the function accepts as many of these arguments as its option uses.

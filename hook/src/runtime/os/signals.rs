@@ -64,7 +64,7 @@ pub fn install() {
     action.sa_sigaction = on_signal as *const () as usize;
     action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK | libc::SA_RESTART;
     for (signal, previous) in SIGNALS.into_iter().zip(&PREVIOUS) {
-        // SAFETY: as above.
+        // SAFETY: an all-zero sigaction is a valid value of that plain structure.
         let old = Box::leak(Box::new(unsafe { std::mem::zeroed::<libc::sigaction>() }));
         // The handler may run as soon as it is installed, and needs the previous action.
         // SAFETY: valid places, and a handler of the right type in a library that is never

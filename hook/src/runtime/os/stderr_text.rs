@@ -32,7 +32,7 @@ pub fn note(text: &[u8]) {
     let entry = if is_child { stderr::CHILDREN } else { stderr::OWN };
     // SAFETY: the ring has `offset::END` bytes and is never unmapped, and the entry lies in it.
     let words = unsafe { words.add(offset::STDERR / 8 + entry * stderr::WORDS) };
-    // SAFETY: as above. Only this function writes the text, byte by byte.
+    // SAFETY: text and header lie in the entry. Only this function writes the text, byte by byte.
     let (header, kept) = unsafe {
         let text = words.add(stderr::TEXT).cast::<AtomicU8>();
         (std::slice::from_raw_parts(words, stderr::TEXT), std::slice::from_raw_parts(text, stderr::TEXT_BYTES))

@@ -328,7 +328,11 @@ mod tests {
         let mut clock = RunningTime::default();
         clock.mark(10 * SECOND, 0);
         clock.mark(10 * SECOND + SECOND / 4, SECOND / 10);
-        assert_eq!(clock.between(0, 20 * SECOND), 20 * SECOND, "a late turn is no stop, and neither is the start");
+        assert_eq!(
+            clock.between(0, 20 * SECOND),
+            20 * SECOND,
+            "a late turn does not count as a stop, and neither does the start"
+        );
         clock.mark(20 * SECOND, 10 * SECOND);
         clock.mark(50 * SECOND, SECOND);
         assert_eq!(clock.between(10 * SECOND, 60 * SECOND), 50 * SECOND - 29 * SECOND);

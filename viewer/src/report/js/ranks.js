@@ -246,7 +246,7 @@ function threadTitle({ thread, earlier }) {
   if (shown.gil) marks.push("holds the GIL");
   if (thread?.ran) marks.push("ran between the samples");
   if (!thread) marks.push("gone in the last sample");
-  if (shown.suspended && !shown.main) marks.push(`${D.texts[shown.suspended[0].words]}${shown.suspended.length > 1 ? ", …" : ""}`);
+  if (shown.suspended && !shown.main) marks.push(`${D.texts[shown.suspended[0].description]}${shown.suspended.length > 1 ? ", …" : ""}`);
   return [
     el("b", {}, shown.main ? `Main thread (${name})` : name),
     el("span", { class: "muted" }, ` ${shown.tid || ""}${marks.length ? ` · ${marks.join(" · ")}` : ""}`),
@@ -265,13 +265,13 @@ function suspendedOf({ thread, earlier }) {
   const { suspended = [] } = thread ?? earlier;
   if (!suspended.length) return [];
   const before = thread && earlier ? new Set(earlier.suspended?.map(({ stack }) => stack)) : null;
-  const nodes = suspended.slice(0, MOST_LISTED).map(({ words, stack }) => {
+  const nodes = suspended.slice(0, MOST_LISTED).map(({ description, stack }) => {
     // The root of the stack names what waits.
     const frames = stack === undefined ? [] : stackOf("suspended", stack).slice(0, -1);
     const own = frames.find((word) => isOwn(splitWord(word)[1])) ?? frames[0];
     const isNew = before && !before.has(stack);
     return lazy(
-      el("summary", {}, el("b", {}, capital(D.texts[words])), isNew ? el("span", { class: "muted" }, " · not in the first sample") : null, own && frameText(own, "frame leaf")),
+      el("summary", {}, el("b", {}, capital(D.texts[description])), isNew ? el("span", { class: "muted" }, " · not in the first sample") : null, own && frameText(own, "frame leaf")),
       () => [el("ol", { class: "stack", start: "0" }, frames.map((word) => el("li", {}, frameText(word))))],
       "suspended",
     );
