@@ -264,7 +264,9 @@ impl Timelines {
             operation.dtype = DataType::Bfloat16.into();
             operation.function = "cublasGemmEx".into();
             let k = if index.is_multiple_of(4) { 4096 } else { 1024 };
-            operation.matmul = Some(Matmul { batch: 1, m: 4096, n: 4096, k, trans_a: 1, trans_b: 0 }.into());
+            let sizes = Matmul { batch: 1, m: 4096, n: 4096, k, trans_a: 1, ..Matmul::default() };
+            let lds = Matmul { lda: k.into(), ldb: k.into(), ldc: 4096, algorithm: Some(99), ..sizes };
+            operation.matmul = Some(lds.into());
             return operation;
         }
         operation.kind = OpKind::Collective.into();

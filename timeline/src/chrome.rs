@@ -146,9 +146,9 @@ impl<'a, W: Write> RankJson<'a, W> {
         if let Some(of) = &shape.collection {
             arguments.clear();
             let GarbageCollection { generation, collected, uncollectable } = **of;
-            arguments.push_str(&format!(
-                "\"generation\": {generation}, \"collected\": {collected}, \"uncollectable\": {uncollectable}, "
-            ));
+            let generation = generation.map(|number| format!("\"generation\": {number}, ")).unwrap_or_default();
+            arguments
+                .push_str(&format!("{generation}\"collected\": {collected}, \"uncollectable\": {uncollectable}, "));
         } else if is_host {
             arguments.clear();
         }

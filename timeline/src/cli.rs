@@ -14,7 +14,12 @@ use flate2::{Compression, write::GzEncoder};
 use nix::sys::stat::{Mode, umask};
 use prost::Message;
 use serde_json::json;
-use xpu_timer_analysis::{Verdict, folded::stack_words, prefix_tree::PrefixTree};
+use xpu_timer_analysis::{
+    Verdict,
+    folded::stack_words,
+    prefix_tree::PrefixTree,
+    throughput::{dtype_name, matmul_debug},
+};
 use xpu_timer_proto::{
     env::Source,
     hook::{MatmulDebugData, MatmulInfo, MatmulInfos, MatmulInfosOfRank, RankMatmulInfo},
@@ -434,16 +439,9 @@ impl Matmuls {
 }
 
 fn matmul_data(shape: &Operation) -> Option<(MatmulDebugData, f64)> {
-    let of = shape.matmul.as_ref().filter(|_| shape.op() == Op::Matmul)?;
-    let letter = |trans: u32| if trans == 0 { 'N' } else { 'T' };
-    let data = MatmulDebugData {
-        shapes: vec![of.batch.max(1), of.m, of.n, of.k],
-        dtype: xpu_timer_analysis::throughput::dtype_name(shape.dtype()).into(),
-        trans: [letter(of.trans_a), letter(of.trans_b)].iter().collect(),
-        api: shape.function.clone(),
-        ..<_>::default()
-    };
-    Some((data, Meaning::of(shape, None).flops?))
+    // The format has no place for the members of a grouped product.
+    let of = shape.matmul.as_ref().filter(|of| shape.op() == Op::Matmul && of.members.is_empty())?;
+    Some((matmul_debug(shape, of, dtype_name(shape.dtype())), Meaning::of(shape, None).flops?))
 }
 
 fn summary(job: &Job, trace: &Path, counts: Counts, breakdowns: &[(u32, Breakdown)]) -> String {

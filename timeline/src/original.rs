@@ -264,7 +264,7 @@ fn direction(name: &str) -> CopyDirection {
 fn matmul(shapes: &[u32], trans: &str) -> Option<Box<Matmul>> {
     let [batch, m, n, k] = shapes[..] else { return None };
     let transposed = |index| u32::from(trans.as_bytes().get(index) == Some(&b'T'));
-    Some(Box::new(Matmul { batch, m, n, k, trans_a: transposed(0), trans_b: transposed(1) }))
+    Some(Box::new(Matmul { batch, m, n, k, trans_a: transposed(0), trans_b: transposed(1), ..<_>::default() }))
 }
 
 fn launch(grid: &[u32], block: &[u32]) -> Option<Box<LaunchConfig>> {

@@ -5,11 +5,14 @@
 pub mod host_track;
 
 use hashbrown::HashMap;
-use xpu_timer_analysis::{communicator_name, throughput::dtype_name};
+use xpu_timer_analysis::{
+    communicator_name,
+    throughput::{algorithm, dtype_name, leading_dimensions, strides, transposes},
+};
 use xpu_timer_proto::{
     printable,
     timeline::Times,
-    v1::{OpKind, OpStatus, Operation, TimelineBlock},
+    v1::{Matmul, MatmulSize, OpKind, OpStatus, Operation, TimelineBlock},
 };
 
 use crate::{
@@ -87,7 +90,7 @@ const COUNTER_STEP_NS: u64 = 100_000_000;
 const TRACK_BITS: u32 = 16;
 
 /// Names of the annotations. The interned id is the index plus one.
-const ANNOTATIONS: [&str; 27] = [
+const ANNOTATIONS: [&str; 34] = [
     "seq",
     "bytes",
     "dtype",
@@ -115,6 +118,13 @@ const ANNOTATIONS: [&str; 27] = [
     "generation",
     "collected",
     "uncollectable",
+    "nodes",
+    "algorithm",
+    "channels",
+    "lds",
+    "strides",
+    "algo",
+    "members",
 ];
 
 fn annotation_iid(name: &str) -> u64 {
@@ -503,6 +513,27 @@ impl<'a> RankTrace<'a> {
         }
     }
 
+    fn annotate_product(&mut self, out: &mut Vec<u8>, of: &Matmul) {
+        if of.members.is_empty() {
+            [("b", of.batch), ("m", of.m), ("n", of.n), ("k", of.k)]
+                .into_iter()
+                .for_each(|(name, value)| annotate_uint(out, name, value.into()));
+            self.annotate_text(out, "trans", &transposes(of));
+        } else {
+            let sizes = |of: &MatmulSize| format!("{}x{}x{}x{}", of.batch, of.m, of.n, of.k);
+            let members: Vec<String> = of.members.iter().map(sizes).collect();
+            self.annotate_text(out, "members", &members.join(" "));
+        }
+        for (name, numbers) in [("lds", leading_dimensions(of)), ("strides", strides(of))] {
+            if let Some([a, b, c]) = numbers {
+                self.annotate_text(out, name, &format!("{a} {b} {c}"));
+            }
+        }
+        if let Some(number) = of.algorithm {
+            annotate_int(out, "algo", number.into());
+        }
+    }
+
     fn annotations(&mut self, shape: &Operation, meaning: &Meaning, group: Option<(usize, i32)>) -> Vec<u8> {
         let mut out = Vec::new();
         if meaning.bytes != 0 {
@@ -516,29 +547,39 @@ impl<'a> RankTrace<'a> {
             if shape.peer >= 0 {
                 annotate_int(&mut out, "peer", shape.peer.into());
             }
+            if let Some(algorithm) = algorithm(&shape.function, shape.op()) {
+                self.annotate_text(&mut out, "algorithm", &algorithm.name());
+            }
+            if let Some(of) = &shape.launch {
+                annotate_uint(&mut out, "channels", of.grid_x.into());
+            }
         }
         if let Some((index, _)) = group {
             let group = &self.job.groups[index];
             self.annotate_text(&mut out, "group", &group.name);
             annotate_uint(&mut out, "nranks", group.size.into());
+            if let Some(nodes) = group.nodes() {
+                annotate_uint(&mut out, "nodes", nodes.into());
+            }
         }
         if let Some(tag) = shape.tag {
             annotate_int(&mut out, "tag", tag.into());
         }
         if let Some(of) = &shape.matmul {
-            [("b", of.batch), ("m", of.m), ("n", of.n), ("k", of.k)]
-                .into_iter()
-                .for_each(|(name, value)| annotate_uint(&mut out, name, value.into()));
-            let letter = |trans: u32| ["N", "T", "C"].get(trans as usize).unwrap_or(&"?");
-            self.annotate_text(&mut out, "trans", &format!("{}{}", letter(of.trans_a), letter(of.trans_b)));
+            self.annotate_product(&mut out, of);
         }
         if !shape.function.is_empty() && shape.function != meaning.name {
             self.annotate_text(&mut out, "function", &shape.function);
         }
         if let Some(of) = &shape.collection {
-            [("generation", of.generation), ("collected", of.collected), ("uncollectable", of.uncollectable)]
-                .into_iter()
-                .for_each(|(name, value)| annotate_uint(&mut out, name, value.into()));
+            let numbers = [
+                ("generation", of.generation),
+                ("collected", Some(of.collected)),
+                ("uncollectable", Some(of.uncollectable)),
+            ];
+            for (name, value) in numbers {
+                value.into_iter().for_each(|value| annotate_uint(&mut out, name, value.into()));
+            }
         }
         if let Some(of) = &shape.launch {
             self.annotate_text(&mut out, "grid", &format!("{} {} {}", of.grid_x, of.grid_y, of.grid_z));
