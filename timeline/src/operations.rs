@@ -92,6 +92,9 @@ fn name(shape: &Operation, bytes: u64) -> String {
         (OpKind::Collective, Op::Unspecified, _) => or_function("collective"),
         (OpKind::Collective, op, _) => format!("{}{}", operation_name(op), size_of(shape, bytes)),
         (OpKind::HostCall, _, _) => or_function("host call"),
+        (_, Op::Matmul, Some(of)) if !of.members.is_empty() => {
+            format!("matmul, {} grouped{}", of.members.len(), dtype_of(shape))
+        }
         (_, Op::Matmul, Some(of)) => {
             let batch = if of.batch > 1 { format!("{} x ", of.batch) } else { String::new() };
             format!("matmul {batch}{}x{}x{}{}", of.m, of.n, of.k, dtype_of(shape))
