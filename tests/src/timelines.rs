@@ -43,6 +43,8 @@ pub struct Timelines {
     /// How wrong the realtime clock of each node is against that of the node before it. The first
     /// one is right, and so is every 30th.
     pub realtime_step_ns: i64,
+    /// A rank of which seven operations are missing.
+    pub lossy_rank: Option<u32>,
     /// How the job ends: it hangs, or it goes on.
     pub hang: Option<Hang>,
 }
@@ -67,6 +69,7 @@ impl Default for Timelines {
             slow_rank: None,
             clock_step: (0, 0.0),
             realtime_step_ns: 1_000_000,
+            lossy_rank: None,
             hang: None,
         }
     }
@@ -200,12 +203,12 @@ impl Timelines {
                 communicator(TP + u64::from(node), self.of_node.min(self.ranks), local),
                 communicator(DP + u64::from(local), nodes, node),
             ],
+            lost: if self.lossy_rank == Some(rank) { 7 } else { 0 },
             pending: self.pending(rank).into_iter().collect(),
             device: "NVIDIA H100 80GB HBM3".into(),
             stacks: vec![stack(0, &[0, 1]), stack(2, &[2, 1])],
             frames: ["forward@train.py:41", "<module>@train.py:77", "backward@train.py:52"].map(frame).to_vec(),
             memory: (0..4).map(memory).collect(),
-            ..TimelineHead::default()
         }
     }
 

@@ -189,8 +189,7 @@ fn read_job(folder: &Path, settings: Settings, err: &mut dyn Write) -> anyhow::R
         bail!("{} has no timeline: no file RANK-WORLD.ops, .timeline or .samples", folder.display());
     }
     let job = Job::read(files, verdict, settings);
-    let lost = job.ranks.iter().filter(|rank| rank.head.lost > 0);
-    let lost = lost.map(|rank| format!("{}: {} operations of the window are missing", rank.file.name, rank.head.lost));
+    let lost = job.ranks.iter().filter_map(|rank| Some(format!("{}: {}", rank.file.name, rank.lost()?)));
     for note in note.iter().chain(&lost.collect::<Vec<_>>()).chain(&job.notes) {
         let _ = writeln!(err, "warning: {}", printable::line(note));
     }

@@ -45,6 +45,18 @@ pub struct Rank {
     communicators: HashMap<u64, (usize, i32)>,
 }
 
+impl Rank {
+    /// That operations are missing, for people. `None` if none are.
+    #[must_use]
+    pub fn lost(&self) -> Option<String> {
+        match self.head.lost {
+            0 => None,
+            1 => Some("1 operation of the window is missing".into()),
+            lost => Some(format!("{lost} operations of the window are missing")),
+        }
+    }
+}
+
 /// A communicator.
 #[derive(Debug)]
 pub struct Group {

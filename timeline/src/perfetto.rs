@@ -90,7 +90,7 @@ const COUNTER_STEP_NS: u64 = 100_000_000;
 const TRACK_BITS: u32 = 16;
 
 /// Names of the annotations. The interned id is the index plus one.
-const ANNOTATIONS: [&str; 34] = [
+const ANNOTATIONS: [&str; 35] = [
     "seq",
     "bytes",
     "dtype",
@@ -125,6 +125,7 @@ const ANNOTATIONS: [&str; 34] = [
     "strides",
     "algo",
     "members",
+    "lost",
 ];
 
 fn annotation_iid(name: &str) -> u64 {
@@ -395,7 +396,8 @@ impl<'a> RankTrace<'a> {
         let info = rank.head.rank.clone().unwrap_or_default();
         let node = &job.clocks[rank.node].node;
         let name = text(format!("{node} rank {} {}", rank.rank, job.coordinates(rank.rank)).trim_end());
-        let labels = [node.clone(), format!("pid {}", info.pid), rank.head.device.clone(), info.job];
+        let lost = rank.lost().unwrap_or_default();
+        let labels = [node.clone(), format!("pid {}", info.pid), rank.head.device.clone(), info.job, lost];
         packet(&mut trace.out, trace.sequence, STATE_CLEARED, |out| {
             nested(out, packet::TRACK_DESCRIPTOR, |out| {
                 uint(out, 1, uuid);
@@ -708,15 +710,24 @@ impl<'a> RankTrace<'a> {
             });
             self.counts.slices += 1;
         }
+        if let Some(lost) = self.rank.lost() {
+            self.instant(self.map.apply(head.from_ns), &lost, |out| annotate_uint(out, "lost", head.lost));
+        }
         let Some(verdict) = &self.job.verdict else { return };
         if verdict.culprits.contains(&self.rank.rank) {
             let at = if self.last_ns == 0 { self.map.apply(self.rank.head.until_ns) } else { self.last_ns };
-            event(&mut self.out, self.sequence, at, event::INSTANT, self.tracks[0].uuid, |out| {
-                bytes(out, event::NAME, b"culprit: its last operation ends");
-                annotate_text(out, "root_cause", &verdict.sentence);
-            });
-            self.counts.instants += 1;
+            let cause = |out: &mut Vec<u8>| annotate_text(out, "root_cause", &verdict.sentence);
+            self.instant(at, "culprit: its last operation ends", cause);
         }
+    }
+
+    /// An instant of the process.
+    fn instant(&mut self, ns: u64, name: &str, annotate: impl FnOnce(&mut Vec<u8>)) {
+        event(&mut self.out, self.sequence, ns, event::INSTANT, self.tracks[0].uuid, |out| {
+            bytes(out, event::NAME, name.as_bytes());
+            annotate(out);
+        });
+        self.counts.instants += 1;
     }
 }
 

@@ -43,6 +43,7 @@ const HANG: Timelines = Timelines {
     slow_rank: None,
     clock_step: (0, 0.0),
     realtime_step_ns: 0,
+    lossy_rank: None,
     hang: Some(Hang { behind: 2, lasts_ns: 310_000_000_000 }),
 };
 
@@ -291,13 +292,15 @@ fn the_lanes_show_what_each_rank_did_before_the_hang() {
     let Some(browser) = browser() else { return };
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::small(folder.path());
-    HANG.write(folder.path()).expect("own folder");
+    Timelines { lossy_rank: Some(3), ..HANG }.write(folder.path()).expect("own folder");
     for rank in 0..4 {
         let evaluates_from_ns = if rank == 2 { 40_000_000_000 } else { 370_000_000_000 };
         HANG.write_samples(folder.path(), rank, evaluates_from_ns).expect("own folder");
     }
     browser.open(&report_of(folder.path()).0);
     assert!(browser.text("#lanes-title").contains("Before the hang"));
+    let lost = browser.text("#lanes-lost");
+    assert!(lost.starts_with("7 operations of 1 rank are missing (rank 3): white space"), "{lost}");
     browser.picture("lanes");
     // The bottom row of a lane is the function in which the rank was.
     let lanes = lanes_of(folder.path());

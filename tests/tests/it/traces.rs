@@ -65,6 +65,7 @@ const TWO_NODES: Timelines = Timelines {
     slow_rank: Some(1),
     clock_step: (40_000_000_000, 20.0),
     realtime_step_ns: 1_000_000,
+    lossy_rank: Some(3),
     hang: None,
 };
 
@@ -98,8 +99,16 @@ fn perfettos_schema_reads_what_was_written() {
     // them are split in two but for the rank that starts last.
     let kinds = |name: &str| found["kinds"][name].as_u64().unwrap();
     assert_eq!(kinds("TYPE_SLICE_BEGIN"), kinds("TYPE_SLICE_END"));
-    // The clocks of two nodes, the hang, and the culprit.
-    assert_eq!((kinds("TYPE_INSTANT"), &found["unfinished"], &found["unknown_tracks"]), (4, &0.into(), &0.into()));
+    // The clocks of two nodes, the hang, the culprit, and what is missing of rank 3.
+    assert_eq!((kinds("TYPE_INSTANT"), &found["unfinished"], &found["unknown_tracks"]), (5, &0.into(), &0.into()));
+    assert_eq!(found["names"]["7 operations of the window are missing"], 1);
+    let product = &found["product"];
+    for (name, value) in [("lds", "4096 4096 4096".into()), ("algo", Value::from(99)), ("trans", "TN".into())] {
+        assert_eq!(product[name], value, "{name}: {product}");
+    }
+    let labels = found["labels"].as_object().unwrap().iter();
+    let lossy = labels.filter(|(_, labels)| labels.to_string().contains("7 operations of the window are missing"));
+    assert_eq!(lossy.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["node-1 rank 3 tp1 dp1"]);
     let of = |name: &str| found["names"][name].as_u64().unwrap_or(0);
     let (parts, all) = (of("waiting") + of("transfer"), u64::from(OPERATIONS) * 4);
     assert_eq!(kinds("TYPE_SLICE_BEGIN"), 2 * all + parts);
@@ -125,13 +134,16 @@ fn perfettos_schema_reads_what_was_written() {
     // Rank 1 reaches each all-reduce 300 us late, and the transfer is the rest.
     let reduction = &found["reduction"];
     assert_eq!((&reduction["group"], &reduction["nranks"]), (&"tp 0-1".into(), &2.into()));
+    assert_eq!((&reduction["nodes"], &reduction["algorithm"]), (&1.into(), &"RING_LL".into()));
     let waiting = reduction["waiting_us"].as_f64().unwrap();
     assert!((200.0..400.0).contains(&waiting), "{reduction}");
 }
 
 #[test]
 fn hta_divides_the_time_as_the_breakdown_does() {
-    let timelines = folder(Timelines { ranks: 2, clock_step: (0, 0.0), ..TWO_NODES });
+    let written = Timelines { ranks: 2, clock_step: (0, 0.0), lossy_rank: Some(1), ..TWO_NODES };
+    let timelines = folder(written);
+    written.write_samples(timelines.path(), 1, 2_000_000_000).unwrap();
     let (out, text) = generate(timelines.path(), &["--chrome"]);
     assert!(text.contains("communication beside compute"), "{text}");
     let ours = json(out.path().join("breakdown_job.json"));
