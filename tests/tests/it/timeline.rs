@@ -540,6 +540,10 @@ fn the_original_tools_command_records_the_next_operations() {
     assert!(stdout.contains("'msg': 'The process is dumping, skip'"), "{stdout}");
     let (_, stdout, _) = ask(&path, &["--reset"]);
     assert!(stdout.contains("'msg': 'Force reset dumping status'"), "{stdout}");
+    // The collector listens on another address.
+    let (code, stdout, _) = ask(&path, &["--host", "127.0.0.2", "--rank", "", "--no-matmul", "--no-memory"]);
+    let command = format!("\nxpu_timer_collector timeline --seconds 20 --output '{}'\n", path.display());
+    assert!(code == Some(0) && stdout.ends_with(&command), "{stdout}");
     let (code, _, stderr) = ask(&path, &["--no-nccl", "--no-matmul", "--no-memory"]);
     assert!(code == Some(1) && stderr.contains("No Kernel to trace"), "{stderr}");
 }
