@@ -381,12 +381,13 @@ fn write_rank(
     written?;
     let (breakdown, busy) = busy.finish();
     trace.finish(&busy);
-    if let Some(samples) = samples_of(outputs.input, rank) {
-        host_track::write(&mut trace, &samples);
+    let samples = samples_of(outputs.input, rank);
+    if let Some(samples) = &samples {
+        host_track::write(&mut trace, samples);
     }
     append(&outputs.trace, &trace.out)?;
     if let Some(json) = json {
-        json.finish()?.finish()?.flush()?;
+        json.finish(&busy, samples.as_ref())?.finish()?.flush()?;
     }
     // Entries of a map that follow each other are one map.
     let matmuls = MatmulInfosOfRank { rank: rank.rank.into(), infos: Some(matmuls.finish()) };

@@ -12,7 +12,7 @@ use xpu_timer_analysis::{
 use xpu_timer_proto::{
     printable,
     timeline::Times,
-    v1::{Matmul, MatmulSize, OpKind, OpStatus, Operation, TimelineBlock},
+    v1::{Matmul, MatmulSize, OpStatus, Operation, TimelineBlock},
 };
 
 use crate::{
@@ -20,7 +20,7 @@ use crate::{
     collectives::{Route, is_message, mixed},
     input::Format,
     job::{Job, Rank},
-    operations::{Class, Meaning, covered, with_endless},
+    operations::{BUSY, Class, MEMORY, Meaning, busy_percent, memory},
 };
 
 /// Fields of `TracePacket`.
@@ -84,8 +84,6 @@ const REALTIME: u64 = 1;
 const BOOTTIME: u64 = 6;
 /// A longer name is cut.
 const MOST_NAME_BYTES: usize = 4096;
-/// The counters have a value for each step of so long.
-const COUNTER_STEP_NS: u64 = 100_000_000;
 /// Tracks of a rank, at most; its first one is that of the process.
 const TRACK_BITS: u32 = 16;
 
@@ -684,16 +682,11 @@ impl<'a> RankTrace<'a> {
     /// Ends the trace with the counters, the operations that are pending, and what the verdict says
     /// of the rank. `busy` is when anything ran on its device, in times of the trace.
     pub fn finish(&mut self, busy: &[(u64, u64)]) {
-        // A pending operation that has started keeps the device busy.
-        let is_device = |operation: &&Operation| operation.started_ns != 0 && operation.kind() != OpKind::HostCall;
-        let started = self.rank.head.pending.iter().filter(is_device).map(|one| self.map.apply(one.started_ns)).min();
-        let hung = started.map(|from| with_endless(busy, from, self.map.apply(self.rank.head.until_ns)));
-        let busy = hung.as_deref().unwrap_or(busy);
+        let head = &self.rank.head;
         let percent = |out: &mut Vec<u8>| bytes(out, counter::UNIT_NAME, b"%");
-        self.counter("GPU busy", percent, covered(busy, COUNTER_STEP_NS).into_iter());
-        let (head, map) = (&self.rank.head, self.map);
-        let memory = head.memory.iter().map(|reading| (map.apply(reading.monotonic_ns), reading.allocated_bytes));
-        self.counter("allocated memory", |out| uint(out, counter::UNIT, counter::BYTES), memory);
+        self.counter(BUSY, percent, busy_percent(head, self.map, busy).into_iter());
+        let memory = memory(head, self.map);
+        self.counter(MEMORY, |out| uint(out, counter::UNIT, counter::BYTES), memory);
         for operation in &self.rank.head.pending {
             let template = self.template(operation);
             let begin = if operation.started_ns == 0 { operation.entered_ns } else { operation.started_ns };

@@ -3,11 +3,13 @@
 use std::{
     collections::BTreeMap,
     fs,
+    io::Read,
     path::{Path, PathBuf},
     process::Command,
     time::Duration,
 };
 
+use flate2::read::GzDecoder;
 use serde_json::Value;
 use tempfile::TempDir;
 use xpu_timer_proto::{
@@ -145,6 +147,7 @@ fn hta_divides_the_time_as_the_breakdown_does() {
     let timelines = folder(written);
     written.write_samples(timelines.path(), 1, 2_000_000_000).unwrap();
     let (out, text) = generate(timelines.path(), &["--chrome"]);
+    check_chrome(&out.path().join("chrome_job/rank00001.json.gz"));
     assert!(text.contains("communication beside compute"), "{text}");
     let ours = json(out.path().join("breakdown_job.json"));
     let Some(found) = read_with(HTA, "hta", &out.path().join("chrome_job")) else { return };
@@ -167,6 +170,33 @@ fn hta_divides_the_time_as_the_breakdown_does() {
         let difference = number(&overlap["comp_comm_overlap_pctg"]) - number(&ours["overlap_percent"]);
         assert!(difference.abs() < 0.01, "rank {rank}: {overlap} {ours}");
     }
+}
+
+/// Checks the parts of a file for Chrome that HTA does not read: counters, sampled stacks, and what
+/// is missing.
+fn check_chrome(path: &Path) {
+    let mut text = String::new();
+    GzDecoder::new(fs::File::open(path).unwrap()).read_to_string(&mut text).unwrap();
+    let trace: Value = serde_json::from_str(&text).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let of = |phase: &str, name: &str| -> Vec<&Value> {
+        events.iter().filter(|event| event["ph"] == phase && (event["name"] == name || name.is_empty())).collect()
+    };
+    let memory: Vec<u64> =
+        of("C", "allocated memory").iter().filter_map(|event| event["args"]["bytes"].as_u64()).collect();
+    assert_eq!(memory, [1 << 30, 2 << 30, 3 << 30, 4 << 30]);
+    let busy = of("C", "GPU busy");
+    assert!(busy.len() > 1 && busy.iter().any(|event| event["args"]["percent"].as_u64() > Some(60)), "{busy:?}");
+    assert_eq!(of("M", "process_labels")[0]["args"]["labels"], "7 operations of the window are missing");
+    let track = of("M", "thread_name")[0];
+    assert_eq!(track["args"]["name"], "host: MainThread (sampled)");
+    let (begins, ends) = (of("B", ""), of("E", ""));
+    let names: Vec<&str> = begins.iter().filter_map(|event| event["name"].as_str()).collect();
+    assert_eq!(names, ["main (train.py)", "step (train.py)", "evaluate (metrics.py)"]);
+    assert_eq!(ends.len(), 3);
+    assert!(begins.iter().chain(&ends).all(|event| event["tid"] == track["tid"]), "{track}");
+    let in_order = events.iter().filter(|event| event["ph"] == "B" || event["ph"] == "E");
+    assert!(in_order.map(|event| event["ts"].as_f64().unwrap()).is_sorted(), "the stack is nested");
 }
 
 /// A job on the simulated device whose rank 1 stays in its data loader after 40 steps.
