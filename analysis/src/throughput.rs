@@ -4,15 +4,55 @@
 //! Bus bandwidth uses the factors of nccl-tests, so that the value for a collective does not depend
 //! on the number of ranks.
 
-use xpu_timer_proto::v1::{DataType, Matmul, Op};
+use xpu_timer_proto::{
+    hook::MatmulDebugData,
+    v1::{DataType, Matmul, Op, Operation},
+};
 
 /// Floating-point operations of a product: one multiplication and one addition per term; for
-/// complex numbers, four of each.
+/// complex numbers, four of each. A grouped product has those of its members.
 #[must_use]
 pub fn flops(shape: &Matmul, dtype: DataType) -> f64 {
     let of_term = if matches!(dtype, DataType::Complex64 | DataType::Complex128) { 8.0 } else { 2.0 };
     // A product without a batch count is a batch of one.
-    of_term * f64::from(shape.batch.max(1)) * f64::from(shape.m) * f64::from(shape.n) * f64::from(shape.k)
+    let terms =
+        |batch: u32, m: u32, n: u32, k: u32| f64::from(batch.max(1)) * f64::from(m) * f64::from(n) * f64::from(k);
+    let of_members = shape.members.iter().map(|of| terms(of.batch, of.m, of.n, of.k));
+    of_term * of_members.fold(terms(shape.batch, shape.m, shape.n, shape.k), |sum, of| sum + of)
+}
+
+/// The transpositions of A and B, such as `NT`. `C` is a conjugate transposition.
+#[must_use]
+pub fn transposes(shape: &Matmul) -> String {
+    let letter = |transposed: u32| ["N", "T", "C"].get(transposed as usize).copied().unwrap_or("?");
+    [letter(shape.trans_a), letter(shape.trans_b)].concat()
+}
+
+/// The leading dimensions of A, B and C. `None` if they are unknown.
+#[must_use]
+pub fn leading_dimensions(shape: &Matmul) -> Option<[u64; 3]> {
+    Some([shape.lda, shape.ldb, shape.ldc]).filter(|lds| *lds != [0; 3])
+}
+
+/// The strides of A, B and C. `None` if they are unknown, or if there are none.
+#[must_use]
+pub fn strides(shape: &Matmul) -> Option<[u64; 3]> {
+    Some([shape.stride_a, shape.stride_b, shape.stride_c]).filter(|strides| *strides != [0; 3])
+}
+
+/// A matrix product in the original tool's format, with this name of its type.
+#[must_use]
+pub fn matmul_debug(operation: &Operation, shape: &Matmul, dtype: &str) -> MatmulDebugData {
+    let list = |numbers: Option<[u64; 3]>| numbers.into_iter().flatten().map(|number| number as i64).collect();
+    MatmulDebugData {
+        shapes: vec![shape.batch.max(1), shape.m, shape.n, shape.k],
+        dtype: dtype.into(),
+        trans: transposes(shape),
+        lds: list(leading_dimensions(shape)),
+        strides: list(strides(shape)),
+        algo: shape.algorithm.unwrap_or_default(),
+        api: operation.function.clone(),
+    }
 }
 
 /// Floating-point operations of a flash attention, as the original tool counts them: 4 b s s h

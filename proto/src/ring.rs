@@ -17,10 +17,11 @@ pub mod span;
 
 pub use layout::{
     BOOT_ID, COARSE_TICK_NS, FrameLayout, MAGIC, VERSION, WATCHER_CALLS, child_id, comm, copy, coverage, detail, fault,
-    filtered, filters, header, kernel, key_of_child, launch, matmul, name, offset, op, pack_dimensions, pack_halves,
-    pack_what, stack, stderr, store_wait, stream,
+    filtered, filters, header, kernel, key_of_child, launch, matmul, name, offset, op, pack_channels, pack_dimensions,
+    pack_halves, pack_what, stack, stderr, store_wait, stream,
 };
 pub use read::{
-    Fault, LastText, Progress, RECENT_OPERATIONS, RawStack, communicator_of, operation, read, read_communicators,
-    read_fault, read_functions, read_header, read_last_text, read_names, read_progress, read_slots, read_stacks,
+    Fault, LastText, Progress, RECENT_OPERATIONS, RawStack, communicator_of, group_of, operation, read,
+    read_communicators, read_fault, read_functions, read_header, read_last_text, read_names, read_progress, read_slots,
+    read_stacks,
 };

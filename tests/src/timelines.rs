@@ -43,6 +43,8 @@ pub struct Timelines {
     /// How wrong the realtime clock of each node is against that of the node before it. The first
     /// one is right, and so is every 30th.
     pub realtime_step_ns: i64,
+    /// A rank of which seven operations are missing.
+    pub lossy_rank: Option<u32>,
     /// How the job ends: it hangs, or it goes on.
     pub hang: Option<Hang>,
 }
@@ -67,6 +69,7 @@ impl Default for Timelines {
             slow_rank: None,
             clock_step: (0, 0.0),
             realtime_step_ns: 1_000_000,
+            lossy_rank: None,
             hang: None,
         }
     }
@@ -200,12 +203,12 @@ impl Timelines {
                 communicator(TP + u64::from(node), self.of_node.min(self.ranks), local),
                 communicator(DP + u64::from(local), nodes, node),
             ],
+            lost: if self.lossy_rank == Some(rank) { 7 } else { 0 },
             pending: self.pending(rank).into_iter().collect(),
             device: "NVIDIA H100 80GB HBM3".into(),
             stacks: vec![stack(0, &[0, 1]), stack(2, &[2, 1])],
             frames: ["forward@train.py:41", "<module>@train.py:77", "backward@train.py:52"].map(frame).to_vec(),
             memory: (0..4).map(memory).collect(),
-            ..TimelineHead::default()
         }
     }
 
@@ -264,7 +267,9 @@ impl Timelines {
             operation.dtype = DataType::Bfloat16.into();
             operation.function = "cublasGemmEx".into();
             let k = if index.is_multiple_of(4) { 4096 } else { 1024 };
-            operation.matmul = Some(Matmul { batch: 1, m: 4096, n: 4096, k, trans_a: 1, trans_b: 0 }.into());
+            let sizes = Matmul { batch: 1, m: 4096, n: 4096, k, trans_a: 1, ..Matmul::default() };
+            let lds = Matmul { lda: k.into(), ldb: k.into(), ldc: 4096, algorithm: Some(99), ..sizes };
+            operation.matmul = Some(lds.into());
             return operation;
         }
         operation.kind = OpKind::Collective.into();

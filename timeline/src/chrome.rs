@@ -9,17 +9,22 @@ use xpu_timer_analysis::throughput::{algorithm, operation_name};
 use xpu_timer_proto::{
     printable,
     timeline::Times,
-    v1::{CopyDirection, DataType, GarbageCollection, Op, Operation, TimelineBlock},
+    v1::{CopyDirection, DataType, GarbageCollection, Op, Operation, StackSamples, TimelineBlock},
 };
 
 use crate::{
     collectives::is_completed,
     job::{Job, Rank},
-    operations::{Class, Meaning},
+    operations::{BUSY, Class, MEMORY, Meaning, busy_percent, memory},
+    perfetto::host_track::{Call, each_call, name_of, track_name},
 };
 
 /// Streams are numbered from here, as CUDA's context numbers those that a program creates.
 const FIRST_STREAM: u64 = 7;
+
+/// The track of the sampled stacks of a thread has the number of the thread plus this, which is
+/// larger than that of any thread.
+const SAMPLED_TIDS: i64 = 1 << 24;
 
 /// What the operations of one shape of a block share.
 struct Template {
@@ -146,9 +151,9 @@ impl<'a, W: Write> RankJson<'a, W> {
         if let Some(of) = &shape.collection {
             arguments.clear();
             let GarbageCollection { generation, collected, uncollectable } = **of;
-            arguments.push_str(&format!(
-                "\"generation\": {generation}, \"collected\": {collected}, \"uncollectable\": {uncollectable}, "
-            ));
+            let generation = generation.map(|number| format!("\"generation\": {number}, ")).unwrap_or_default();
+            arguments
+                .push_str(&format!("{generation}\"collected\": {collected}, \"uncollectable\": {uncollectable}, "));
         } else if is_host {
             arguments.clear();
         }
@@ -169,7 +174,8 @@ impl<'a, W: Write> RankJson<'a, W> {
     /// Those of the output.
     pub fn operation(&mut self, time: &Times) -> io::Result<()> {
         let map = &self.job.clocks[self.rank.node].map;
-        let us = |ns: u64| map.apply(ns).saturating_sub(self.base_ns) as f64 / 1e3;
+        let base_ns = self.base_ns;
+        let us = |ns: u64| since_us(base_ns, map.apply(ns));
         let Some(template) = self.templates.get(time.shape as usize) else { return Ok(()) };
         let mut begin = |out: &mut W| {
             let comma = if std::mem::take(&mut self.is_first) { "\n" } else { ",\n" };
@@ -195,14 +201,58 @@ impl<'a, W: Write> RankJson<'a, W> {
         write!(out, "\"args\": {{{}, \"correlation\": {correlation}, \"seq\": {}}}}}", template.arguments, time.seq)
     }
 
-    /// Ends the file, and returns the output.
+    /// Ends the file with the counters, the sampled stacks and what is missing, and returns the
+    /// output. `busy` is when anything ran on the device, in times of the trace.
     ///
     /// # Errors
     /// Those of the output.
-    pub fn finish(mut self) -> io::Result<W> {
+    pub fn finish(mut self, busy: &[(u64, u64)], samples: Option<&StackSamples>) -> io::Result<W> {
+        let (head, map, pid) = (&self.rank.head, self.job.clocks[self.rank.node].map, self.pid);
+        if let Some(lost) = self.rank.lost() {
+            let labels = json!({"ph": "M", "name": "process_labels", "pid": pid, "args": {"labels": lost}});
+            self.event(&labels)?;
+        }
+        let mut counter = |name: &str, unit: &str, (ns, value): (u64, u64)| {
+            let ts = self.us(ns);
+            self.event(&json!({"ph": "C", "name": name, "pid": pid, "ts": ts, "args": {unit: value}}))
+        };
+        busy_percent(head, map, busy).into_iter().try_for_each(|of| counter(BUSY, "percent", of))?;
+        memory(head, map).try_for_each(|of| counter(MEMORY, "bytes", of))?;
+        for (samples, thread) in samples.into_iter().flat_map(|of| of.threads.iter().map(move |thread| (of, thread))) {
+            let (tid, name) = (SAMPLED_TIDS + i64::from(thread.tid), printable::line(&track_name(thread)).into_owned());
+            self.event(&json!({"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}))?;
+            let mut written = Ok(());
+            each_call(samples, thread, |call| {
+                let event = match call {
+                    Call::Begins(frame, ns) => {
+                        let name = printable::line(&name_of(frame)).into_owned();
+                        json!({"ph": "B", "name": name, "pid": pid, "tid": tid, "ts": self.us(map.apply(ns))})
+                    }
+                    Call::Ends(ns) => json!({"ph": "E", "pid": pid, "tid": tid, "ts": self.us(map.apply(ns))}),
+                };
+                if written.is_ok() {
+                    written = self.event(&event);
+                }
+            });
+            written?;
+        }
         self.out.write_all(b"\n]}\n")?;
         Ok(self.out)
     }
+
+    /// A time of the trace in microseconds, as the file has it.
+    fn us(&self, ns: u64) -> f64 {
+        since_us(self.base_ns, ns)
+    }
+
+    fn event(&mut self, event: &Value) -> io::Result<()> {
+        let comma = if std::mem::take(&mut self.is_first) { "\n" } else { ",\n" };
+        write!(self.out, "{comma}{event}")
+    }
+}
+
+fn since_us(base_ns: u64, ns: u64) -> f64 {
+    ns.saturating_sub(base_ns) as f64 / 1e3
 }
 
 /// A JSON string.

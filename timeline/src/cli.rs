@@ -14,7 +14,12 @@ use flate2::{Compression, write::GzEncoder};
 use nix::sys::stat::{Mode, umask};
 use prost::Message;
 use serde_json::json;
-use xpu_timer_analysis::{Verdict, folded::stack_words, prefix_tree::PrefixTree};
+use xpu_timer_analysis::{
+    Verdict,
+    folded::stack_words,
+    prefix_tree::PrefixTree,
+    throughput::{dtype_name, matmul_debug},
+};
 use xpu_timer_proto::{
     env::Source,
     hook::{MatmulDebugData, MatmulInfo, MatmulInfos, MatmulInfosOfRank, RankMatmulInfo},
@@ -184,8 +189,7 @@ fn read_job(folder: &Path, settings: Settings, err: &mut dyn Write) -> anyhow::R
         bail!("{} has no timeline: no file RANK-WORLD.ops, .timeline or .samples", folder.display());
     }
     let job = Job::read(files, verdict, settings);
-    let lost = job.ranks.iter().filter(|rank| rank.head.lost > 0);
-    let lost = lost.map(|rank| format!("{}: {} operations of the window are missing", rank.file.name, rank.head.lost));
+    let lost = job.ranks.iter().filter_map(|rank| Some(format!("{}: {}", rank.file.name, rank.lost()?)));
     for note in note.iter().chain(&lost.collect::<Vec<_>>()).chain(&job.notes) {
         let _ = writeln!(err, "warning: {}", printable::line(note));
     }
@@ -377,12 +381,13 @@ fn write_rank(
     written?;
     let (breakdown, busy) = busy.finish();
     trace.finish(&busy);
-    if let Some(samples) = samples_of(outputs.input, rank) {
-        host_track::write(&mut trace, &samples);
+    let samples = samples_of(outputs.input, rank);
+    if let Some(samples) = &samples {
+        host_track::write(&mut trace, samples);
     }
     append(&outputs.trace, &trace.out)?;
     if let Some(json) = json {
-        json.finish()?.finish()?.flush()?;
+        json.finish(&busy, samples.as_ref())?.finish()?.flush()?;
     }
     // Entries of a map that follow each other are one map.
     let matmuls = MatmulInfosOfRank { rank: rank.rank.into(), infos: Some(matmuls.finish()) };
@@ -434,16 +439,9 @@ impl Matmuls {
 }
 
 fn matmul_data(shape: &Operation) -> Option<(MatmulDebugData, f64)> {
-    let of = shape.matmul.as_ref().filter(|_| shape.op() == Op::Matmul)?;
-    let letter = |trans: u32| if trans == 0 { 'N' } else { 'T' };
-    let data = MatmulDebugData {
-        shapes: vec![of.batch.max(1), of.m, of.n, of.k],
-        dtype: xpu_timer_analysis::throughput::dtype_name(shape.dtype()).into(),
-        trans: [letter(of.trans_a), letter(of.trans_b)].iter().collect(),
-        api: shape.function.clone(),
-        ..<_>::default()
-    };
-    Some((data, Meaning::of(shape, None).flops?))
+    // The format has no place for the members of a grouped product.
+    let of = shape.matmul.as_ref().filter(|of| shape.op() == Op::Matmul && of.members.is_empty())?;
+    Some((matmul_debug(shape, of, dtype_name(shape.dtype())), Meaning::of(shape, None).flops?))
 }
 
 fn summary(job: &Job, trace: &Path, counts: Counts, breakdowns: &[(u32, Breakdown)]) -> String {

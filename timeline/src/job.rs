@@ -10,7 +10,7 @@ use std::{
     thread,
 };
 
-use hashbrown::HashMap;
+use hashbrown::{HashMap, HashSet};
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::{
     timeline::{self, Times},
@@ -23,7 +23,7 @@ use crate::{
         Ends, MessageEnds, NodeStarts, Route, Starts, Ticks, is_completed, is_message, note_message, pair_messages,
         synchronizes,
     },
-    input::RankFile,
+    input::{Format, RankFile},
 };
 
 /// One rank.
@@ -45,6 +45,18 @@ pub struct Rank {
     communicators: HashMap<u64, (usize, i32)>,
 }
 
+impl Rank {
+    /// That operations are missing, for people. `None` if none are.
+    #[must_use]
+    pub fn lost(&self) -> Option<String> {
+        match self.head.lost {
+            0 => None,
+            1 => Some("1 operation of the window is missing".into()),
+            lost => Some(format!("{lost} operations of the window are missing")),
+        }
+    }
+}
+
 /// A communicator.
 #[derive(Debug)]
 pub struct Group {
@@ -56,8 +68,10 @@ pub struct Group {
     pub members: RankSet,
     /// The group of the job that it is, such as `tp 0-3`, else its ranks.
     pub name: String,
-    /// Whether its ranks are on several nodes.
-    pub spans_nodes: bool,
+    /// The nodes of these ranks, by their index.
+    nodes: HashSet<usize>,
+    /// Number of its nodes according to the files. `None` if the nodes of the ranks are counted.
+    nodes_said: Option<u32>,
     starts: Starts,
 }
 
@@ -66,6 +80,21 @@ impl Group {
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.members.len() == u64::from(self.size)
+    }
+
+    /// Number of its nodes. `None` if it is unknown.
+    #[must_use]
+    pub fn nodes(&self) -> Option<u32> {
+        match self.nodes_said {
+            Some(said) => Some(said).filter(|nodes| *nodes > 0),
+            None => self.is_complete().then_some(self.nodes.len() as u32),
+        }
+    }
+
+    /// Whether its ranks are on several nodes.
+    #[must_use]
+    pub fn spans_nodes(&self) -> bool {
+        self.nodes.len() > 1
     }
 }
 
@@ -177,7 +206,7 @@ impl Job {
             match head {
                 Ok(head) => {
                     let node = node_of(&mut realtime, &head, file.rank);
-                    let communicators = groups.add(&head.communicators, file.rank, node);
+                    let communicators = groups.add(&head.communicators, &file, node);
                     let (operations, first_ns) = (0, None);
                     ranks.push(Rank { rank: file.rank, file, node, head, operations, first_ns, communicators });
                 }
@@ -275,7 +304,7 @@ impl Job {
         let error = Job::each_block(rank, |block, times| {
             let of_shape = |shape: &Operation| {
                 let (index, own) = self.group_of(rank, shape)?;
-                let is_common = synchronizes(shape) && self.groups[index].spans_nodes;
+                let is_common = synchronizes(shape) && self.groups[index].spans_nodes();
                 let is_compared = self.compared_group(rank, shape).is_some();
                 let route = Route::of(shape, index, own).filter(|_| is_message(shape));
                 Some((index, is_common, is_compared, route))
@@ -380,30 +409,30 @@ fn node_of(nodes: &mut Vec<(String, ClockMap)>, head: &TimelineHead, rank: u32) 
 #[derive(Debug, Default)]
 struct Groups {
     groups: Vec<Group>,
-    nodes: Vec<usize>,
     by_id: HashMap<u64, usize>,
 }
 
 impl Groups {
-    fn add(&mut self, communicators: &[Communicator], rank: u32, node: usize) -> HashMap<u64, (usize, i32)> {
+    fn add(&mut self, communicators: &[Communicator], file: &RankFile, node: usize) -> HashMap<u64, (usize, i32)> {
         let mut own = HashMap::new();
+        let is_of_original = matches!(file.format, Format::Original(_));
         for communicator in communicators.iter().filter(|communicator| communicator.id != 0) {
             let id = communicator.id;
             let index = *self.by_id.entry(id).or_insert_with(|| {
-                self.nodes.push(node);
                 self.groups.push(Group {
                     id,
                     size: communicator.size,
                     members: RankSet::new(),
                     name: String::new(),
-                    spans_nodes: false,
+                    nodes: HashSet::new(),
+                    nodes_said: is_of_original.then_some(communicator.nodes),
                     starts: Starts::default(),
                 });
                 self.groups.len() - 1
             });
             let group = &mut self.groups[index];
-            group.members.insert(rank);
-            group.spans_nodes |= self.nodes[index] != node;
+            group.members.insert(file.rank);
+            group.nodes.insert(node);
             own.insert(id, (index, communicator.rank));
         }
         own

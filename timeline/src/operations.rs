@@ -3,9 +3,9 @@
 
 use serde::Serialize;
 use xpu_timer_analysis::throughput::{attention_flops, bus_bytes, dtype_name, flops, operation_name, width};
-use xpu_timer_proto::v1::{CopyDirection, DataType, Op, OpKind, Operation};
+use xpu_timer_proto::v1::{CopyDirection, DataType, Op, OpKind, Operation, TimelineHead};
 
-use crate::job::Group;
+use crate::{clocks::ClockMap, job::Group};
 
 /// The class of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -92,6 +92,9 @@ fn name(shape: &Operation, bytes: u64) -> String {
         (OpKind::Collective, Op::Unspecified, _) => or_function("collective"),
         (OpKind::Collective, op, _) => format!("{}{}", operation_name(op), size_of(shape, bytes)),
         (OpKind::HostCall, _, _) => or_function("host call"),
+        (_, Op::Matmul, Some(of)) if !of.members.is_empty() => {
+            format!("matmul, {} grouped{}", of.members.len(), dtype_of(shape))
+        }
         (_, Op::Matmul, Some(of)) => {
             let batch = if of.batch > 1 { format!("{} x ", of.batch) } else { String::new() };
             format!("matmul {batch}{}x{}x{}{}", of.m, of.n, of.k, dtype_of(shape))
@@ -284,6 +287,28 @@ pub fn covered(intervals: &[(u64, u64)], step_ns: u64) -> Vec<(u64, u64)> {
         push(step + 1, 0);
     }
     values
+}
+
+/// Names of the counters of a rank.
+pub const BUSY: &str = "GPU busy";
+/// See [`BUSY`].
+pub const MEMORY: &str = "allocated memory";
+/// The counter of the busy device has a value for each step of so long.
+const COUNTER_STEP_NS: u64 = 100_000_000;
+
+/// How busy the device of a rank was, in percent. `busy` is when an operation ran that has
+/// completed. A pending one that has started keeps the device busy. All times are of the trace.
+#[must_use]
+pub fn busy_percent(head: &TimelineHead, map: ClockMap, busy: &[(u64, u64)]) -> Vec<(u64, u64)> {
+    let is_device = |operation: &&Operation| operation.started_ns != 0 && operation.kind() != OpKind::HostCall;
+    let started = head.pending.iter().filter(is_device).map(|one| map.apply(one.started_ns)).min();
+    let hung = started.map(|from| with_endless(busy, from, map.apply(head.until_ns)));
+    covered(hung.as_deref().unwrap_or(busy), COUNTER_STEP_NS)
+}
+
+/// The device memory of a rank in bytes, in times of the trace.
+pub fn memory(head: &TimelineHead, map: ClockMap) -> impl Iterator<Item = (u64, u64)> + '_ {
+    head.memory.iter().map(move |reading| (map.apply(reading.monotonic_ns), reading.allocated_bytes))
 }
 
 /// How the time of the device of one rank is divided. The first four are those of

@@ -10,12 +10,12 @@ use std::{
 use prost::encoding::{WireType, decode_key, decode_varint};
 use xpu_timer_analysis::throughput::width;
 use xpu_timer_proto::{
-    hook::{HostTrace, KernelTrace, kernel_trace::DebugData},
+    hook::{HostTrace, KernelTrace, MatmulDebugData, host_trace, kernel_trace::DebugData},
     lenient,
     timeline::{BlockBuilder, FORMAT},
     v1::{
-        ClockReading, Communicator, CopyDirection, DataType, LaunchConfig, Matmul, Op, OpKind, OpStatus, Operation,
-        TimelineBlock, TimelineHead,
+        ClockReading, Communicator, CopyDirection, DataType, GarbageCollection, LaunchConfig, Matmul, MatmulSize, Op,
+        OpKind, OpStatus, Operation, TimelineBlock, TimelineHead,
     },
 };
 
@@ -49,7 +49,8 @@ pub struct Reader<'a, R> {
     input: R,
     names: &'a HashMap<u32, String>,
     builder: BlockBuilder,
-    communicators: BTreeMap<u64, u32>,
+    /// Numbers of ranks and nodes by identity.
+    communicators: BTreeMap<u64, (u32, u32)>,
     tickets: u64,
     pid: i32,
     from_us: u64,
@@ -114,7 +115,13 @@ impl<'a, R: Read> Reader<'a, R> {
     /// is the realtime clock.
     #[must_use]
     pub fn head(&self) -> TimelineHead {
-        let communicator = |(id, size): (&u64, &u32)| Communicator { id: *id, size: *size, rank: -1, ..<_>::default() };
+        let communicator = |(id, (size, nodes)): (&u64, &(u32, u32))| Communicator {
+            id: *id,
+            size: *size,
+            nodes: *nodes,
+            rank: -1,
+            ..<_>::default()
+        };
         let from_ns = if self.from_us == u64::MAX { 0 } else { self.from_us.saturating_mul(1000) };
         let until_ns = self.until_us.saturating_mul(1000);
         let mut head = TimelineHead {
@@ -179,24 +186,30 @@ impl<'a, R: Read> Reader<'a, R> {
                 operation.count = data.input_size_in_bytes / u64::from(width(dtype).unwrap_or(1));
                 operation.launch = launch(&data.grids, &data.blocks);
                 if data.comm_hash != 0 && self.communicators.len() < MOST_COMMUNICATORS {
-                    self.communicators.insert(data.comm_hash, data.ranks);
+                    self.communicators.insert(data.comm_hash, (data.ranks, data.nodes));
                 }
             }
             Some(DebugData::MmDebug(data)) => {
-                operation.matmul = matmul(&data.shapes, &data.trans);
+                operation.matmul = matmul(&data);
                 operation.dtype = dtype_of(&data.dtype).into();
+                set_api(&mut operation, data.api);
             }
             Some(DebugData::FaDebug(data)) => {
                 operation.op = Op::Attention.into();
-                if let [batch, m, n, k] = data.shapes[..] {
-                    operation.matmul = Some(Matmul { batch, m, n, k, ..<_>::default() }.into());
-                }
+                let shape = |[batch, m, n, k]: [u32; 4]| Matmul { batch, m, n, k, ..<_>::default() };
+                operation.matmul = sizes(&data.shapes).map(|sizes| shape(sizes).into());
             }
             Some(DebugData::MemoryDebug(data)) => {
                 operation.count = data.size;
                 operation.direction = direction(&data.direction).into();
             }
-            Some(DebugData::GroupedMmDebug(data)) => operation.dtype = dtype_of(&data.dtype).into(),
+            Some(DebugData::GroupedMmDebug(data)) => {
+                let size = |[batch, m, n, k]: [u32; 4]| MatmulSize { batch, m, n, k };
+                let members: Vec<_> = data.bmnks.iter().filter_map(|one| sizes(&one.shapes).map(size)).collect();
+                operation.matmul = (!members.is_empty()).then(|| Matmul { members, ..<_>::default() }.into());
+                operation.dtype = dtype_of(&data.dtype).into();
+                set_api(&mut operation, data.api);
+            }
             None => {}
         }
         Ok(operation)
@@ -206,7 +219,12 @@ impl<'a, R: Read> Reader<'a, R> {
         let trace: HostTrace =
             lenient::decode(&entry(&mut self.input)?).map_err(|error| invalid(&error.to_string()))?;
         let timed = self.timed(trace.start_us, trace.dur_us);
+        let collection = trace.debug_data.map(|host_trace::DebugData::GcDebug(of)| {
+            let (collected, uncollectable) = (of.collected, of.uncollectable);
+            Box::new(GarbageCollection { generation: None, collected, uncollectable })
+        });
         Ok(Operation {
+            collection,
             kind: OpKind::HostCall.into(),
             op: Op::PythonCall.into(),
             entered_ns: timed.started_ns,
@@ -261,10 +279,44 @@ fn direction(name: &str) -> CopyDirection {
     }
 }
 
-fn matmul(shapes: &[u32], trans: &str) -> Option<Box<Matmul>> {
-    let [batch, m, n, k] = shapes[..] else { return None };
-    let transposed = |index| u32::from(trans.as_bytes().get(index) == Some(&b'T'));
-    Some(Box::new(Matmul { batch, m, n, k, trans_a: transposed(0), trans_b: transposed(1) }))
+/// Batch, m, n and k.
+fn sizes(shapes: &[u32]) -> Option<[u32; 4]> {
+    shapes.try_into().ok()
+}
+
+fn matmul(data: &MatmulDebugData) -> Option<Box<Matmul>> {
+    let [batch, m, n, k] = sizes(&data.shapes)?;
+    let transposed = |index| match data.trans.as_bytes().get(index) {
+        Some(b'T') => 1,
+        Some(b'C') => 2,
+        _ => 0,
+    };
+    let numbers = |list: &[i64]| [0, 1, 2].map(|index| list.get(index).map_or(0, |number| (*number).max(0) as u64));
+    let ([lda, ldb, ldc], [stride_a, stride_b, stride_c]) = (numbers(&data.lds), numbers(&data.strides));
+    Some(Box::new(Matmul {
+        batch,
+        m,
+        n,
+        k,
+        trans_a: transposed(0),
+        trans_b: transposed(1),
+        lda,
+        ldb,
+        ldc,
+        stride_a,
+        stride_b,
+        stride_c,
+        // The format cannot tell the algorithm 0 from an unknown one.
+        algorithm: Some(data.algo).filter(|number| *number != 0),
+        members: Vec::new(),
+    }))
+}
+
+/// The name of a product in the `.timeline.meta` file only repeats its shape.
+fn set_api(operation: &mut Operation, api: String) {
+    if !api.is_empty() {
+        operation.function = api;
+    }
 }
 
 fn launch(grid: &[u32], block: &[u32]) -> Option<Box<LaunchConfig>> {
@@ -322,17 +374,32 @@ fn invalid(what: &str) -> io::Error {
 mod tests {
     use prost::Message;
     use xpu_timer_proto::{
-        hook::{KernelTraces, MatmulDebugData, NcclDebugData},
+        hook::{GcDebugData, GroupedMatmulDebugData, GroupedMatmulShape, KernelTraces, NcclDebugData},
         timeline,
     };
 
+    use xpu_timer_analysis::throughput::{leading_dimensions, strides};
+
     use super::*;
+    use crate::operations::Meaning;
 
     fn file() -> Vec<u8> {
-        let product = MatmulDebugData { shapes: vec![1, 4096, 1024, 512], dtype: "bf16".into(), ..<_>::default() };
+        let product = MatmulDebugData {
+            shapes: vec![1, 4096, 1024, 512],
+            dtype: "bf16".into(),
+            trans: "TN".into(),
+            lds: vec![512, 513, 4096],
+            strides: vec![0, 1 << 40, 7],
+            algo: -1,
+            api: "cublasGemmEx".into(),
+        };
+        let member = |m| GroupedMatmulShape { shapes: vec![1, m, 5, 6] };
+        let grouped =
+            GroupedMatmulDebugData { bmnks: vec![member(10), member(30)], dtype: "bf16".into(), ..<_>::default() };
         let reduction = NcclDebugData {
             comm_hash: 77,
             ranks: 8,
+            nodes: 2,
             seq: 5,
             dtype: "fp16".into(),
             input_size_in_bytes: 4096,
@@ -355,8 +422,16 @@ mod tests {
                 debug_data: Some(DebugData::NcclDebug(reduction)),
                 ..<_>::default()
             },
+            KernelTrace {
+                start_us: 1_000_160,
+                dur_us: 10,
+                debug_data: Some(DebugData::GroupedMmDebug(grouped)),
+                ..<_>::default()
+            },
         ];
-        let host = HostTrace { start_us: 900_000, dur_us: 9, name: "GC".into(), count: 2, debug_data: None };
+        let collection = host_trace::DebugData::GcDebug(GcDebugData { collected: 40, uncollectable: 1 });
+        let host =
+            HostTrace { start_us: 900_000, dur_us: 9, name: "GC".into(), count: 2, debug_data: Some(collection) };
         KernelTraces { traces, host_traces: vec![host], pid: 11, rank: 3 }.encode_to_vec()
     }
 
@@ -370,15 +445,24 @@ mod tests {
         let mut reader = Reader::new(&bytes[..], &names);
         let block = reader.next_block().unwrap().unwrap();
         let operations: Vec<Operation> = timeline::operations(&block).unwrap().collect();
-        assert_eq!(operations.len(), 3);
+        assert_eq!(operations.len(), 4);
         assert_eq!((operations[0].op(), operations[0].entered_ns), (Op::Matmul, 999_980_000));
         assert_eq!((operations[0].started_ns, operations[0].completed_ns), (1_000_000_000, 1_000_050_000));
-        assert_eq!(operations[0].matmul.as_ref().map(|shape| shape.m), Some(4096));
+        let product = operations[0].matmul.as_ref().unwrap();
+        assert_eq!((product.m, product.trans_a, product.trans_b, product.algorithm), (4096, 1, 0, Some(-1)));
+        assert_eq!(leading_dimensions(product), Some([512, 513, 4096]));
+        assert_eq!((strides(product), operations[0].function.as_str()), (Some([0, 1 << 40, 7]), "cublasGemmEx"));
+        let grouped = &operations[2];
+        let members: Vec<u32> = grouped.matmul.as_ref().unwrap().members.iter().map(|member| member.m).collect();
+        assert_eq!((members, Meaning::of(grouped, None).flops), (vec![10, 30], Some(2400.0)));
         assert_eq!((operations[1].op(), operations[1].count, operations[1].seq), (Op::AllReduce, 2048, 5));
-        assert_eq!((operations[2].kind(), operations[2].returned_ns), (OpKind::HostCall, 900_009_000));
+        assert_eq!((operations[3].kind(), operations[3].returned_ns), (OpKind::HostCall, 900_009_000));
+        let collection = GarbageCollection { generation: None, collected: 40, uncollectable: 1 };
+        assert_eq!(operations[3].collection, Some(collection.into()));
         assert!(reader.next_block().unwrap().is_none());
         let head = reader.head();
-        assert_eq!((head.rank.unwrap().pid, head.communicators[0].size), (11, 8));
+        let communicator = &head.communicators[0];
+        assert_eq!((head.rank.unwrap().pid, communicator.size, communicator.nodes), (11, 8, 2));
         assert_eq!((head.from_ns, head.until_ns), (900_000_000, 1_000_170_000));
     }
 
@@ -386,7 +470,7 @@ mod tests {
     fn a_cut_file_is_an_error() {
         let (names, bytes) = (HashMap::new(), file());
         let mut reader = Reader::new(&bytes[..bytes.len() - 12], &names);
-        assert_eq!(reader.next_block().unwrap().unwrap().operations, 2);
+        assert_eq!(reader.next_block().unwrap().unwrap().operations, 3);
         assert_eq!(reader.next_block().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
         assert!(Reader::new(&b"hello"[..], &names).next_block().is_err());
     }

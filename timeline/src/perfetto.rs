@@ -5,11 +5,14 @@
 pub mod host_track;
 
 use hashbrown::HashMap;
-use xpu_timer_analysis::{communicator_name, throughput::dtype_name};
+use xpu_timer_analysis::{
+    communicator_name,
+    throughput::{algorithm, dtype_name, leading_dimensions, strides, transposes},
+};
 use xpu_timer_proto::{
     printable,
     timeline::Times,
-    v1::{OpKind, OpStatus, Operation, TimelineBlock},
+    v1::{Matmul, MatmulSize, OpStatus, Operation, TimelineBlock},
 };
 
 use crate::{
@@ -17,7 +20,7 @@ use crate::{
     collectives::{Route, is_message, mixed},
     input::Format,
     job::{Job, Rank},
-    operations::{Class, Meaning, covered, with_endless},
+    operations::{BUSY, Class, MEMORY, Meaning, busy_percent, memory},
 };
 
 /// Fields of `TracePacket`.
@@ -81,13 +84,11 @@ const REALTIME: u64 = 1;
 const BOOTTIME: u64 = 6;
 /// A longer name is cut.
 const MOST_NAME_BYTES: usize = 4096;
-/// The counters have a value for each step of so long.
-const COUNTER_STEP_NS: u64 = 100_000_000;
 /// Tracks of a rank, at most; its first one is that of the process.
 const TRACK_BITS: u32 = 16;
 
 /// Names of the annotations. The interned id is the index plus one.
-const ANNOTATIONS: [&str; 27] = [
+const ANNOTATIONS: [&str; 35] = [
     "seq",
     "bytes",
     "dtype",
@@ -115,6 +116,14 @@ const ANNOTATIONS: [&str; 27] = [
     "generation",
     "collected",
     "uncollectable",
+    "nodes",
+    "algorithm",
+    "channels",
+    "lds",
+    "strides",
+    "algo",
+    "members",
+    "lost",
 ];
 
 fn annotation_iid(name: &str) -> u64 {
@@ -385,7 +394,8 @@ impl<'a> RankTrace<'a> {
         let info = rank.head.rank.clone().unwrap_or_default();
         let node = &job.clocks[rank.node].node;
         let name = text(format!("{node} rank {} {}", rank.rank, job.coordinates(rank.rank)).trim_end());
-        let labels = [node.clone(), format!("pid {}", info.pid), rank.head.device.clone(), info.job];
+        let lost = rank.lost().unwrap_or_default();
+        let labels = [node.clone(), format!("pid {}", info.pid), rank.head.device.clone(), info.job, lost];
         packet(&mut trace.out, trace.sequence, STATE_CLEARED, |out| {
             nested(out, packet::TRACK_DESCRIPTOR, |out| {
                 uint(out, 1, uuid);
@@ -503,6 +513,27 @@ impl<'a> RankTrace<'a> {
         }
     }
 
+    fn annotate_product(&mut self, out: &mut Vec<u8>, of: &Matmul) {
+        if of.members.is_empty() {
+            [("b", of.batch), ("m", of.m), ("n", of.n), ("k", of.k)]
+                .into_iter()
+                .for_each(|(name, value)| annotate_uint(out, name, value.into()));
+            self.annotate_text(out, "trans", &transposes(of));
+        } else {
+            let sizes = |of: &MatmulSize| format!("{}x{}x{}x{}", of.batch, of.m, of.n, of.k);
+            let members: Vec<String> = of.members.iter().map(sizes).collect();
+            self.annotate_text(out, "members", &members.join(" "));
+        }
+        for (name, numbers) in [("lds", leading_dimensions(of)), ("strides", strides(of))] {
+            if let Some([a, b, c]) = numbers {
+                self.annotate_text(out, name, &format!("{a} {b} {c}"));
+            }
+        }
+        if let Some(number) = of.algorithm {
+            annotate_int(out, "algo", number.into());
+        }
+    }
+
     fn annotations(&mut self, shape: &Operation, meaning: &Meaning, group: Option<(usize, i32)>) -> Vec<u8> {
         let mut out = Vec::new();
         if meaning.bytes != 0 {
@@ -516,29 +547,39 @@ impl<'a> RankTrace<'a> {
             if shape.peer >= 0 {
                 annotate_int(&mut out, "peer", shape.peer.into());
             }
+            if let Some(algorithm) = algorithm(&shape.function, shape.op()) {
+                self.annotate_text(&mut out, "algorithm", &algorithm.name());
+            }
+            if let Some(of) = &shape.launch {
+                annotate_uint(&mut out, "channels", of.grid_x.into());
+            }
         }
         if let Some((index, _)) = group {
             let group = &self.job.groups[index];
             self.annotate_text(&mut out, "group", &group.name);
             annotate_uint(&mut out, "nranks", group.size.into());
+            if let Some(nodes) = group.nodes() {
+                annotate_uint(&mut out, "nodes", nodes.into());
+            }
         }
         if let Some(tag) = shape.tag {
             annotate_int(&mut out, "tag", tag.into());
         }
         if let Some(of) = &shape.matmul {
-            [("b", of.batch), ("m", of.m), ("n", of.n), ("k", of.k)]
-                .into_iter()
-                .for_each(|(name, value)| annotate_uint(&mut out, name, value.into()));
-            let letter = |trans: u32| ["N", "T", "C"].get(trans as usize).unwrap_or(&"?");
-            self.annotate_text(&mut out, "trans", &format!("{}{}", letter(of.trans_a), letter(of.trans_b)));
+            self.annotate_product(&mut out, of);
         }
         if !shape.function.is_empty() && shape.function != meaning.name {
             self.annotate_text(&mut out, "function", &shape.function);
         }
         if let Some(of) = &shape.collection {
-            [("generation", of.generation), ("collected", of.collected), ("uncollectable", of.uncollectable)]
-                .into_iter()
-                .for_each(|(name, value)| annotate_uint(&mut out, name, value.into()));
+            let numbers = [
+                ("generation", of.generation),
+                ("collected", Some(of.collected)),
+                ("uncollectable", Some(of.uncollectable)),
+            ];
+            for (name, value) in numbers {
+                value.into_iter().for_each(|value| annotate_uint(&mut out, name, value.into()));
+            }
         }
         if let Some(of) = &shape.launch {
             self.annotate_text(&mut out, "grid", &format!("{} {} {}", of.grid_x, of.grid_y, of.grid_z));
@@ -641,16 +682,11 @@ impl<'a> RankTrace<'a> {
     /// Ends the trace with the counters, the operations that are pending, and what the verdict says
     /// of the rank. `busy` is when anything ran on its device, in times of the trace.
     pub fn finish(&mut self, busy: &[(u64, u64)]) {
-        // A pending operation that has started keeps the device busy.
-        let is_device = |operation: &&Operation| operation.started_ns != 0 && operation.kind() != OpKind::HostCall;
-        let started = self.rank.head.pending.iter().filter(is_device).map(|one| self.map.apply(one.started_ns)).min();
-        let hung = started.map(|from| with_endless(busy, from, self.map.apply(self.rank.head.until_ns)));
-        let busy = hung.as_deref().unwrap_or(busy);
+        let head = &self.rank.head;
         let percent = |out: &mut Vec<u8>| bytes(out, counter::UNIT_NAME, b"%");
-        self.counter("GPU busy", percent, covered(busy, COUNTER_STEP_NS).into_iter());
-        let (head, map) = (&self.rank.head, self.map);
-        let memory = head.memory.iter().map(|reading| (map.apply(reading.monotonic_ns), reading.allocated_bytes));
-        self.counter("allocated memory", |out| uint(out, counter::UNIT, counter::BYTES), memory);
+        self.counter(BUSY, percent, busy_percent(head, self.map, busy).into_iter());
+        let memory = memory(head, self.map);
+        self.counter(MEMORY, |out| uint(out, counter::UNIT, counter::BYTES), memory);
         for operation in &self.rank.head.pending {
             let template = self.template(operation);
             let begin = if operation.started_ns == 0 { operation.entered_ns } else { operation.started_ns };
@@ -667,15 +703,24 @@ impl<'a> RankTrace<'a> {
             });
             self.counts.slices += 1;
         }
+        if let Some(lost) = self.rank.lost() {
+            self.instant(self.map.apply(head.from_ns), &lost, |out| annotate_uint(out, "lost", head.lost));
+        }
         let Some(verdict) = &self.job.verdict else { return };
         if verdict.culprits.contains(&self.rank.rank) {
             let at = if self.last_ns == 0 { self.map.apply(self.rank.head.until_ns) } else { self.last_ns };
-            event(&mut self.out, self.sequence, at, event::INSTANT, self.tracks[0].uuid, |out| {
-                bytes(out, event::NAME, b"culprit: its last operation ends");
-                annotate_text(out, "root_cause", &verdict.sentence);
-            });
-            self.counts.instants += 1;
+            let cause = |out: &mut Vec<u8>| annotate_text(out, "root_cause", &verdict.sentence);
+            self.instant(at, "culprit: its last operation ends", cause);
         }
+    }
+
+    /// An instant of the process.
+    fn instant(&mut self, ns: u64, name: &str, annotate: impl FnOnce(&mut Vec<u8>)) {
+        event(&mut self.out, self.sequence, ns, event::INSTANT, self.tracks[0].uuid, |out| {
+            bytes(out, event::NAME, name.as_bytes());
+            annotate(out);
+        });
+        self.counts.instants += 1;
     }
 }
 

@@ -17,14 +17,16 @@ use crate::client::{self, Peer};
 
 /// Time limit of a request.
 const DEADLINE: Duration = Duration::from_secs(60);
+/// The bit of collectives in the kinds of a request. They are always recorded.
+const COLLECTIVES: u32 = 2;
 /// An answer has two short texts.
 const MAX_ANSWER_BYTES: u64 = 64 * 1024;
 
 /// Asks collectors to record the next operations of their ranks in the original tool's format
 ///
-/// `xpu_timer_collector timeline` fetches the operations of the last minutes instead, of all nodes
-/// in one call. The control port of a collector listens on loopback only, so this command runs on
-/// the node: --host 127.0.0.1 --rank ''
+/// The control port of a collector listens on loopback only, so this command runs on the node:
+/// --host 127.0.0.1 --rank ''. For other nodes use `xpu_timer_collector timeline`, which fetches the
+/// operations of all nodes through the cluster collector, in one call.
 ///
 /// Exit codes: 0 if the requests were sent, whatever the answers say; 1 if there is nothing to
 /// record; 2 for a wrong command line.
@@ -93,9 +95,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         "--oss-* is not supported: xpu_timer uploads nothing; copy the files from --dump-path"
     );
     let mut kinds = 7;
-    for (is_off, bit, name) in
-        [(arguments.no_nccl, 2, "nccl"), (arguments.no_matmul, 1, "matmul"), (arguments.no_memory, 4, "memory")]
-    {
+    for (is_off, bit, name) in [
+        (arguments.no_nccl, COLLECTIVES, "nccl"),
+        (arguments.no_matmul, 1, "matmul"),
+        (arguments.no_memory, 4, "memory"),
+    ] {
         if is_off {
             kinds -= bit;
             print(&format!("Disable {name} traces"))?;
@@ -129,14 +133,29 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             thread::spawn(move || request(&host, &body))
         })
         .collect();
+    let mut has_failed = false;
     for request in requests {
         match request.join() {
             Ok(Ok(answer)) => print(&answer)?,
-            Ok(Err(problem)) => print(&format!("{problem}\nNone"))?,
+            Ok(Err(problem)) => {
+                has_failed = true;
+                print(&format!("{problem}\nNone"))?;
+            }
             Err(_) => bail!("a request failed"),
         }
     }
-    Ok(())
+    if has_failed { print(&advice(kinds, &path)) } else { Ok(()) }
+}
+
+/// What to do if a collector does not take the request.
+fn advice(kinds: u32, path: &str) -> String {
+    let detail = if kinds == COLLECTIVES { "" } else { "--kernels all " };
+    let path = path.replace('\'', r"'\''");
+    format!(
+        "The control port of a collector listens on loopback only: on the node itself, use --host 127.0.0.1 --rank ''. \
+         The timelines of all nodes come through the cluster collector (that of XPU_TIMER_COLLECTOR, or --url URL):\n\
+         xpu_timer_collector timeline {detail}--seconds 20 --output '{path}'"
+    )
 }
 
 /// Sends a request. Returns the answer as the original tool prints it.
@@ -144,11 +163,7 @@ fn request(host: &str, body: &str) -> Result<String, String> {
     let url = format!("http://{host}/HostingService/DumpKernelTrace");
     let agent = client::agent(DEADLINE, Peer::Collector(Vec::new()));
     let sent = agent.post(&url).header("content-type", "application/json").send(body);
-    let answer = sent.map_err(|error| {
-        format!(
-            "{host}: {error} (the control port of a collector listens on loopback only: run this command on the node)"
-        )
-    })?;
+    let answer = sent.map_err(|error| format!("{host}: {error}"))?;
     let status = answer.status().as_u16();
     let text = answer.into_body().into_with_config().limit(MAX_ANSWER_BYTES).read_to_string();
     let text = text.map_err(|error| format!("{host}: {error}"))?;
@@ -208,6 +223,14 @@ mod tests {
         assert_eq!(of(&["h", "127.0.0.1"], &["7", ""]).unwrap(), ["h-7:18888", "127.0.0.1:18888"]);
         assert_eq!(of(&["h"], &["a"]), None);
         Arguments::command().debug_assert();
+    }
+
+    #[test]
+    fn the_advice_is_a_command_that_fetches_from_all_nodes() {
+        let advised = advice(7, "/it's");
+        let (_, command) = advised.split_once('\n').unwrap();
+        assert_eq!(command, r"xpu_timer_collector timeline --kernels all --seconds 20 --output '/it'\''s'");
+        assert!(!advice(COLLECTIVES, "/t").contains("--kernels"));
     }
 
     #[test]

@@ -159,7 +159,8 @@ impl Hub {
             Question::Dump { job, reply } => self.engine.dump_by_hand(job.as_deref(), reply, now),
             Question::Timeline { wanted, reply } => self.timeline_asked(wanted, reply, now),
             Question::KernelTrace { reply, .. } => {
-                let why = "the cluster collector records no operations; ask the collectors of the nodes";
+                let why = "the cluster collector records no operations itself; `xpu_timer_collector timeline` fetches \
+                           those of all its nodes";
                 drop(reply.send(Err(Refusal::Unusable(why.into()))));
             }
         }

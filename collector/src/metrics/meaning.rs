@@ -312,7 +312,7 @@ mod tests {
         // A flash attention of 2 x 16 heads of 64 elements, 2048 queries and keys.
         let shape = Matmul { batch: 32, m: 2048, n: 2048, k: 64, ..Default::default() };
         let attention = |trans_a: u32| {
-            let matmul = Some(Matmul { trans_a, ..shape });
+            let matmul = Some(Matmul { trans_a, ..shape.clone() });
             Operation { op: Op::Attention.into(), matmul: matmul.map(Box::new), ..operation.clone() }
         };
         let (key, forward) = matmul(&attention(0), &settings()).unwrap();

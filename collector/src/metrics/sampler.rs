@@ -292,7 +292,7 @@ impl Sampler {
 fn batches<'a>(places: &'a [usize], slots: &'a [Slot]) -> impl Iterator<Item = &'a [usize]> {
     let mut rest = places;
     std::iter::from_fn(move || {
-        let group = |index: usize| slots[rest[index]][ring::op::GROUP];
+        let group = |index: usize| ring::group_of(&slots[rest[index]]);
         let continues = |end: &usize| *end < rest.len() && group(*end) != 0 && group(*end) == group(*end - 1);
         let mut end = BATCH.min(rest.len());
         while end > 0 && continues(&end) {

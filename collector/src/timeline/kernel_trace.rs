@@ -12,12 +12,12 @@ use xpu_timer_analysis::throughput;
 use xpu_timer_proto::{
     Message as _,
     hook::{
-        FaDebugData, GcDebugData, HostTrace, KernelTrace, KernelTraces, MatmulDebugData, MemoryDebugData,
-        NcclDebugData, host_trace, kernel_trace::DebugData,
+        FaDebugData, GcDebugData, HostTrace, KernelTrace, KernelTraces, MemoryDebugData, NcclDebugData, host_trace,
+        kernel_trace::DebugData,
     },
     ring::detail,
     server::PythonStackInTimeline,
-    v1::{Communicator, CopyDirection, DataType, Matmul, Op, OpKind, OpStatus, Operation, RankInfo},
+    v1::{Communicator, CopyDirection, DataType, Op, OpKind, OpStatus, Operation, RankInfo},
 };
 
 use crate::{
@@ -310,7 +310,7 @@ fn description(
             (shape_name("fa_bssh", &shapes), MATMUL, DebugData::FaDebug(FaDebugData { shapes }))
         }
         (_, Op::Matmul, Some(shape)) => {
-            let debug = matmul_debug(operation, shape);
+            let debug = throughput::matmul_debug(operation, shape, dtype(operation.dtype()));
             (shape_name("mm_bmnk", &debug.shapes), MATMUL, DebugData::MmDebug(debug))
         }
         (_, Op::Copy, _) => {
@@ -352,7 +352,10 @@ fn nccl_debug(operation: &Operation, communicator: Option<&Communicator>, info: 
     let ranks = communicator.map_or(0, |communicator| communicator.size);
     let width = u64::from(throughput::width(operation.dtype()).unwrap_or(0));
     let bus_bytes = throughput::bus_bytes(operation.op(), operation.count, operation.dtype(), ranks).unwrap_or(0.0);
+    let launch = operation.launch.as_deref();
     NcclDebugData {
+        grids: launch.map(|of| vec![of.grid_x, of.grid_y, of.grid_z]).unwrap_or_default(),
+        blocks: launch.map(|of| vec![of.block_x, of.block_y, of.block_z]).unwrap_or_default(),
         comm_hash: operation.communicator,
         input_size_in_bytes: operation.count * width,
         dtype: dtype(operation.dtype()).into(),
@@ -365,7 +368,6 @@ fn nccl_debug(operation: &Operation, communicator: Option<&Communicator>, info: 
             Op::Recv => 2,
             _ => 0,
         },
-        ..Default::default()
     }
 }
 
@@ -382,21 +384,6 @@ fn collective_name(operation: &Operation, bytes: u64) -> String {
     let parts = [Some("xpu_timer"), Some(throughput::operation_name(op)), algorithm.as_deref(), reduction];
     let parts = parts.into_iter().flatten().chain([dtype(operation.dtype())]).collect::<Vec<_>>().join("_");
     format!("{parts}_size_{bytes}")
-}
-
-fn matmul_debug(operation: &Operation, shape: &Matmul) -> MatmulDebugData {
-    let letter = |transposed: u32| match transposed {
-        0 => 'N',
-        1 => 'T',
-        _ => 'C',
-    };
-    MatmulDebugData {
-        shapes: vec![shape.batch.max(1), shape.m, shape.n, shape.k],
-        dtype: dtype(operation.dtype()).into(),
-        trans: [letter(shape.trans_a), letter(shape.trans_b)].into_iter().collect(),
-        api: operation.function.clone(),
-        ..Default::default()
-    }
 }
 
 fn shape_name(kind: &str, shapes: &[u32]) -> String {
@@ -438,7 +425,10 @@ fn dtype(dtype: DataType) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use xpu_timer_proto::{env::Source, v1::GarbageCollection};
+    use xpu_timer_proto::{
+        env::Source,
+        v1::{GarbageCollection, LaunchConfig, Matmul},
+    };
 
     use super::*;
 
@@ -458,6 +448,9 @@ mod tests {
             seq: 9,
             count: 1024,
             function: "ncclDevKernel_AllReduce_Sum_f16_RING_LL".into(),
+            launch: Some(
+                LaunchConfig { grid_x: 24, grid_y: 1, grid_z: 1, block_x: 544, block_y: 1, block_z: 1 }.into(),
+            ),
             entered_ns,
             started_ns: entered_ns + 30_000,
             completed_ns: entered_ns + 80_000,
@@ -468,7 +461,8 @@ mod tests {
     }
 
     fn product(at_us: u64) -> Operation {
-        let shape = Matmul { batch: 1, m: 2, n: 3, k: 4, trans_a: 1, ..Default::default() };
+        let lds = Matmul { lda: 4, ldb: 5, ldc: 6, algorithm: Some(-1), ..Default::default() };
+        let shape = Matmul { batch: 1, m: 2, n: 3, k: 4, trans_a: 1, stride_b: 9, ..lds };
         Operation {
             kind: OpKind::Kernel.into(),
             op: Op::Matmul.into(),
@@ -521,8 +515,10 @@ mod tests {
         assert_eq!(first.start_us, NOW.unix_ns / 1000 + 40);
         let Some(DebugData::NcclDebug(nccl)) = &first.debug_data else { panic!("{first:?}") };
         assert_eq!((nccl.comm_hash, nccl.input_size_in_bytes, nccl.ranks, nccl.nodes, nccl.seq), (7, 2048, 2, 1, 9));
+        assert_eq!((&nccl.grids[..], &nccl.blocks[..]), (&[24, 1, 1][..], &[544, 1, 1][..]));
         let Some(DebugData::MmDebug(product)) = &second.debug_data else { panic!("{second:?}") };
         assert_eq!((product.trans.as_str(), product.api.as_str()), ("TN", "cublasGemmEx"));
+        assert_eq!((&product.lds[..], &product.strides[..], product.algo), (&[4, 5, 6][..], &[0, 9, 0][..], -1));
         assert!(rig.recording.is_active(), "the other rank is awaited");
         assert_eq!(rig.add(0, &[all_reduce(50)], false), [], "it has enough");
         let files = rig.add(1, &[all_reduce(10)], true);
@@ -578,7 +574,7 @@ mod tests {
         let call = |at_us: u64| Operation {
             function: "GC".into(),
             returned_ns: NOW.mono_ns + at_us * 1000 + 9000,
-            collection: Some(GarbageCollection { generation: 2, collected: 5, uncollectable: 1 }.into()),
+            collection: Some(GarbageCollection { generation: Some(2), collected: 5, uncollectable: 1 }.into()),
             ..all_reduce(at_us)
         };
         rig.recording.add_calls(0, &[Operation { entered_ns: 0, ..call(0) }, call(5), call(6)], NOW);

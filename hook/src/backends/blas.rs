@@ -36,52 +36,63 @@ hooked! {
     cublasGemmEx | hipblasGemmEx | hipblasGemmEx_v2 | mcblasGemmEx(handle: Data, ta: c_int, tb: c_int, m: c_int,
         n: c_int, k: c_int, alpha: Const, a: Const, a_type: c_int, lda: c_int, b: Const, b_type: c_int, ldb: c_int,
         beta: Const, c: Data, c_type: c_int, ldc: c_int, compute: c_int, algorithm: c_int)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb)
+            .lds(lda, ldb, ldc).algorithm(algorithm));
     cublasGemmEx_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const, a_type: c_int,
         lda: i64, b: Const, b_type: c_int, ldb: i64, beta: Const, c: Data, c_type: c_int, ldc: i64, compute: c_int,
         algorithm: c_int)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb)
+            .lds(lda, ldb, ldc).algorithm(algorithm));
     cublasGemmStridedBatchedEx | hipblasGemmStridedBatchedEx | hipblasGemmStridedBatchedEx_v2
         | mcblasGemmStridedBatchedEx(handle: Data, ta: c_int, tb: c_int, m: c_int, n: c_int, k: c_int, alpha: Const, a: Const,
         a_type: c_int, lda: c_int, a_stride: i64,
         b: Const, b_type: c_int, ldb: c_int, b_stride: i64, beta: Const, c: Data, c_type: c_int, ldc: c_int,
         c_stride: i64, batch: c_int, compute: c_int, algorithm: c_int)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb)
+            .lds(lda, ldb, ldc).strides(a_stride, b_stride, c_stride).algorithm(algorithm));
     cublasGemmStridedBatchedEx_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const,
         a_type: c_int, lda: i64, a_stride: i64, b: Const, b_type: c_int, ldb: i64, b_stride: i64, beta: Const, c: Data,
         c_type: c_int, ldc: i64, c_stride: i64, batch: i64, compute: c_int, algorithm: c_int)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb)
+            .lds(lda, ldb, ldc).strides(a_stride, b_stride, c_stride).algorithm(algorithm));
     cublasGemmBatchedEx | hipblasGemmBatchedEx | hipblasGemmBatchedEx_v2 | mcblasGemmBatchedEx(handle: Data,
         ta: c_int, tb: c_int, m: c_int, n: c_int, k: c_int, alpha: Const, a: Const, a_type: c_int, lda: c_int, b: Const, b_type: c_int,
         ldb: c_int,
         beta: Const, c: Data, c_type: c_int, ldc: c_int, batch: c_int, compute: c_int, algorithm: c_int)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb)
+            .lds(lda, ldb, ldc).algorithm(algorithm));
     cublasGemmBatchedEx_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const,
         a_type: c_int, lda: i64, b: Const, b_type: c_int, ldb: i64, beta: Const, c: Data, c_type: c_int, ldc: i64,
         batch: i64, compute: c_int, algorithm: c_int)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb)
+            .lds(lda, ldb, ldc).algorithm(algorithm));
     cublasSgemmEx | cublasCgemmEx | cublasCgemm3mEx | mcblasSgemmEx(handle: Data, ta: c_int, tb: c_int, m: c_int, n: c_int, k: c_int,
         alpha: Const,
         a: Const, a_type: c_int, lda: c_int, b: Const, b_type: c_int, ldb: c_int, beta: Const, c: Data, c_type: c_int,
         ldc: c_int)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb)
+            .lds(lda, ldb, ldc));
     cublasSgemmEx_64 | cublasCgemmEx_64 | cublasCgemm3mEx_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const,
         a: Const, a_type: c_int,
         lda: i64, b: Const, b_type: c_int, ldb: i64, beta: Const, c: Data, c_type: c_int, ldc: i64)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb)
+            .lds(lda, ldb, ldc));
 
     cublasSgemm_v2 | cublasDgemm_v2 | cublasCgemm_v2 | cublasZgemm_v2 | cublasCgemm3m | cublasZgemm3m | hipblasSgemm | hipblasDgemm
         | hipblasCgemm | hipblasZgemm | mcblasSgemm | mcblasDgemm | mcblasCgemm | mcblasZgemm(handle: Data, ta: c_int,
         tb: c_int, m: c_int, n: c_int, k: c_int, alpha: Const, a: Const, lda: c_int, b: Const, ldb: c_int, beta: Const,
         c: Data, ldc: c_int)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, 1, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, 1, ta, tb)
+            .lds(lda, ldb, ldc));
     cublasSgemm_v2_64 | cublasDgemm_v2_64 | cublasCgemm_v2_64 | cublasZgemm_v2_64 | cublasCgemm3m_64 | cublasZgemm3m_64(handle: Data,
         ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const,
         a: Const, lda: i64, b: Const, ldb: i64, beta: Const, c: Data, ldc: i64)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, 1, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, 1, ta, tb)
+            .lds(lda, ldb, ldc));
     cublasHgemm | hipblasHgemm | mcblasHgemm(handle: Data, ta: c_int, tb: c_int, m: c_int, n: c_int, k: c_int,
         alpha: Const, a: Const, lda: c_int, b: Const, ldb: c_int, beta: Const, c: Data, ldc: c_int)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, 1, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, 1, ta, tb)
+            .lds(lda, ldb, ldc));
     cublasSgemmStridedBatched | cublasDgemmStridedBatched | cublasHgemmStridedBatched | cublasCgemmStridedBatched
         | cublasZgemmStridedBatched | cublasCgemm3mStridedBatched | hipblasCgemmStridedBatched | hipblasZgemmStridedBatched
         | mcblasCgemmStridedBatched | mcblasZgemmStridedBatched | hipblasSgemmStridedBatched
@@ -89,27 +100,32 @@ hooked! {
         | mcblasDgemmStridedBatched | mcblasHgemmStridedBatched(handle: Data, ta: c_int, tb: c_int, m: c_int, n: c_int,
         k: c_int, alpha: Const, a: Const, lda: c_int, a_stride: i64, b: Const, ldb: c_int, b_stride: i64, beta: Const,
         c: Data, ldc: c_int, c_stride: i64, batch: c_int)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb)
+            .lds(lda, ldb, ldc).strides(a_stride, b_stride, c_stride));
     cublasSgemmStridedBatched_64 | cublasDgemmStridedBatched_64 | cublasHgemmStridedBatched_64 | cublasCgemmStridedBatched_64
         | cublasZgemmStridedBatched_64 | cublasCgemm3mStridedBatched_64(handle: Data, ta: c_int,
         tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const, lda: i64, a_stride: i64, b: Const, ldb: i64,
         b_stride: i64, beta: Const, c: Data, ldc: i64, c_stride: i64, batch: i64)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb)
+            .lds(lda, ldb, ldc).strides(a_stride, b_stride, c_stride));
     cublasSgemmBatched | cublasDgemmBatched | cublasHgemmBatched | cublasCgemmBatched | cublasZgemmBatched | cublasCgemm3mBatched
         | hipblasCgemmBatched | hipblasZgemmBatched | mcblasCgemmBatched | mcblasZgemmBatched | hipblasSgemmBatched | hipblasDgemmBatched
         | hipblasHgemmBatched | mcblasSgemmBatched | mcblasDgemmBatched | mcblasHgemmBatched(handle: Data, ta: c_int,
         tb: c_int, m: c_int, n: c_int, k: c_int, alpha: Const, a: Const, lda: c_int, b: Const, ldb: c_int, beta: Const,
         c: Data, ldc: c_int, batch: c_int)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb)
+            .lds(lda, ldb, ldc));
 
     cublasHgemm_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const, lda: i64, b: Const,
         ldb: i64, beta: Const, c: Data, ldc: i64)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, 1, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, 1, ta, tb)
+            .lds(lda, ldb, ldc));
     cublasSgemmBatched_64 | cublasDgemmBatched_64 | cublasHgemmBatched_64 | cublasCgemmBatched_64 | cublasZgemmBatched_64
         | cublasCgemm3mBatched_64(handle: Data, ta: c_int, tb: c_int, m: i64,
         n: i64, k: i64, alpha: Const, a: Const, lda: i64, b: Const, ldb: i64, beta: Const, c: Data, ldc: i64,
         batch: i64)
-        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb));
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb)
+            .lds(lda, ldb, ldc));
 
     cublasGemmGroupedBatchedEx(handle: Data, ta: *const c_int, tb: *const c_int, m: *const c_int, n: *const c_int, k: *const c_int,
         alpha: Const, a: Const, a_type: c_int, lda: Const, b: Const, b_type: c_int, ldb: Const, beta: Const, c: Const, c_type: c_int,
@@ -131,7 +147,7 @@ hooked! {
     cublasLtMatmul | hipblasLtMatmul | mcblasLtMatmul(handle: Data, what: Data, alpha: Const, a: Const, a_layout: Data,
         b: Const, b_layout: Data, beta: Const, c: Const, c_layout: Data, d: Data, d_layout: Data, algorithm: Const,
         workspace: Data, workspace_bytes: usize, stream: Stream)
-        => |recorder, site| by_layout(recorder, site, what, [a_layout, d_layout], stream);
+        => |recorder, site| by_layout(recorder, site, what, [a_layout, b_layout, d_layout], algorithm, stream);
 }
 
 /// When not all products are timed, one is timed after each such interval. That is enough for a
@@ -152,10 +168,15 @@ pub enum Elements {
     Letter,
 }
 
-/// m, n, k, batch and transposes, as the caller passed them.
+/// Sizes and algorithm of a product, as the caller passed them.
+#[derive(Default)]
 pub struct Shape {
+    /// m, n, k and batch.
     dimensions: [i64; 4],
     transposes: [i32; 2],
+    lds: [i64; 3],
+    strides: [i64; 3],
+    algorithm: Option<i32>,
 }
 
 impl Shape {
@@ -184,19 +205,36 @@ impl Shape {
         let batch = if differing.is_some() { 1 } else { total(0) };
         // SAFETY: as above.
         let transposes = transposes.map(|array| unsafe { *array });
-        others.is_none().then_some(Shape { dimensions: [m, n, k, batch], transposes })
+        others.is_none().then_some(Shape { dimensions: [m, n, k, batch], transposes, ..Shape::default() })
     }
 
     /// From arguments of either width.
     pub fn of<T: Into<i64>, B: Into<i64>>(m: T, n: T, k: T, batch: B, trans_a: i32, trans_b: i32) -> Self {
-        Shape { dimensions: [m.into(), n.into(), k.into(), batch.into()], transposes: [trans_a, trans_b] }
+        let dimensions = [m.into(), n.into(), k.into(), batch.into()];
+        Shape { dimensions, transposes: [trans_a, trans_b], ..Shape::default() }
+    }
+
+    /// With the leading dimensions of A, B and C.
+    pub fn lds<T: Into<i64>>(self, a: T, b: T, c: T) -> Self {
+        Shape { lds: [a.into(), b.into(), c.into()], ..self }
+    }
+
+    /// With the strides of A, B and C.
+    pub fn strides(self, a: i64, b: i64, c: i64) -> Self {
+        Shape { strides: [a, b, c], ..self }
+    }
+
+    /// With the number of the algorithm.
+    pub fn algorithm(self, number: i32) -> Self {
+        Shape { algorithm: Some(number), ..self }
     }
 
     fn cut(&self) -> MatmulShape {
-        let [m, n, k, batch] =
-            self.dimensions.map(|size| u32::try_from(size).unwrap_or(if size < 0 { 0 } else { u32::MAX }));
+        let cut = |size: i64| u32::try_from(size).unwrap_or(if size < 0 { 0 } else { u32::MAX });
+        let [m, n, k, batch] = self.dimensions.map(cut);
         let [trans_a, trans_b] = self.transposes.map(transpose);
-        MatmulShape { m, n, k, batch, trans_a, trans_b }
+        let (lds, strides) = (self.lds.map(cut), self.strides.map(cut));
+        MatmulShape { m, n, k, batch, trans_a, trans_b, lds, strides, algorithm: self.algorithm }
     }
 }
 
@@ -208,7 +246,7 @@ fn transpose(operation: i32) -> u32 {
 
 /// Called before a product whose stream is that of the handle. If the library cannot return the
 /// stream, the shape is recorded without a duration.
-#[inline]
+#[inline(always)]
 pub fn by_handle(
     recorder: &'static Recorder,
     site: Site,
@@ -220,8 +258,8 @@ pub fn by_handle(
 }
 
 /// Like [`by_handle`], for several products in one call. The shape is computed only if it is
-/// recorded.
-#[inline]
+/// recorded. Inlined, so that a product that is not recorded costs only the question.
+#[inline(always)]
 pub fn by_groups(
     recorder: &'static Recorder,
     site: Site,
@@ -229,15 +267,23 @@ pub fn by_groups(
     elements: Elements,
     shape: impl FnOnce() -> Option<Shape>,
 ) -> Option<OpenOperation> {
-    if !is_timed(recorder) {
-        return None;
-    }
+    if is_timed(recorder) { timed(recorder, site, handle, elements, shape()) } else { None }
+}
+
+#[inline(never)]
+fn timed(
+    recorder: &'static Recorder,
+    site: Site,
+    handle: Data,
+    elements: Elements,
+    shape: Option<Shape>,
+) -> Option<OpenOperation> {
     let stream = stream_of(site, handle);
     let dtype = match elements {
         Elements::Type(number) => dtype_of(number),
         Elements::Letter => dtype_of_name(site.function),
     };
-    open(recorder, site.function, stream.map(|stream| stream as usize), dtype, shape().map(|shape| shape.cut()))
+    open(recorder, site.function, stream.map(|stream| stream as usize), dtype, shape.map(|shape| shape.cut()))
 }
 
 /// Called before a product whose shape is in descriptors. If the library cannot return their
@@ -247,19 +293,33 @@ pub fn by_layout(
     recorder: &'static Recorder,
     site: Site,
     what: Data,
-    [a, d]: [Data; 2],
+    layouts: [Data; 3],
+    algorithm: Const,
     stream: Stream,
 ) -> Option<OpenOperation> {
     if !is_timed(recorder) {
         return None;
     }
-    let known = LayoutFunctions::beside(site).map(|ask| described(&ask, what, [a, d]));
+    let known = LayoutFunctions::beside(site).map(|ask| described(&ask, what, layouts));
     let (shape, dtype) = known.unwrap_or((None, DataType::Unspecified));
+    let shape = shape.map(|shape| MatmulShape { algorithm: algorithm_of(site, algorithm), ..shape });
     open(recorder, site.function, Some(stream as usize), dtype, shape)
 }
 
-/// The shape and element type in a product's descriptors.
-fn described(ask: &LayoutFunctions, what: Data, [a, d]: [Data; 2]) -> (Option<MatmulShape>, DataType) {
+/// The number of an algorithm that the program chose.
+fn algorithm_of(site: Site, algorithm: Const) -> Option<i32> {
+    /// `CUBLASLT_ALGO_CONFIG_ID`. MACA is assumed to use the same number.
+    const ID: c_int = 0;
+    const CONFIG: &[&CStr] = &[c"cublasLtMatmulAlgoConfigGetAttribute", c"mcblasLtMatmulAlgoConfigGetAttribute"];
+    let get = site.companion(2, CONFIG)?;
+    // SAFETY: the functions of these names have this type.
+    let get = unsafe { std::mem::transmute::<*mut c_void, GetAttribute>(get) };
+    let mut number = 0i32;
+    ask(get, algorithm.cast_mut(), ID, &mut number).then_some(number)
+}
+
+/// The shape and element type in a product's descriptors, those of A, B and D.
+fn described(ask: &LayoutFunctions, what: Data, [a, b, d]: [Data; 3]) -> (Option<MatmulShape>, DataType) {
     let of = ask.attributes;
     let shape = || {
         let trans_a = transpose(ask.of_product(what, of.trans_a)?);
@@ -268,7 +328,9 @@ fn described(ask: &LayoutFunctions, what: Data, [a, d]: [Data; 2]) -> (Option<Ma
         let k = ask.size(a, if trans_a == 0 { of.columns } else { of.rows });
         let batch = ask.number(d, of.batch).and_then(|batch| u32::try_from(batch).ok()).unwrap_or(1);
         let cut = |size: Option<u64>| size.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
-        Some(MatmulShape { m: cut(m)?, n: cut(n)?, k: cut(k)?, batch, trans_a, trans_b })
+        let of_all = |attribute| [a, b, d].map(|layout| cut(ask.size(layout, attribute)).unwrap_or(0));
+        let (lds, strides) = (of_all(of.leading), of_all(of.stride));
+        Some(MatmulShape { m: cut(m)?, n: cut(n)?, k: cut(k)?, batch, trans_a, trans_b, lds, strides, algorithm: None })
     };
     (shape(), ask.number(a, of.kind).map_or(DataType::Unspecified, dtype_of))
 }
@@ -352,8 +414,12 @@ pub struct Attributes {
     pub rows: c_int,
     /// Layout: the number of columns.
     pub columns: c_int,
+    /// Layout: the leading dimension.
+    pub leading: c_int,
     /// Layout: the batch count.
     pub batch: c_int,
+    /// Layout: the elements from one matrix of the batch to the next.
+    pub stride: c_int,
     /// Product: whether A is transposed.
     pub trans_a: c_int,
     /// Product: whether B is transposed.
@@ -361,10 +427,12 @@ pub struct Attributes {
 }
 
 /// Those of cuBLASLt. MACA is assumed to use the same numbers; its header was not available.
-const CUBLAS_LT: Attributes = Attributes { kind: 0, rows: 2, columns: 3, batch: 5, trans_a: 3, trans_b: 4 };
+const CUBLAS_LT: Attributes =
+    Attributes { kind: 0, rows: 2, columns: 3, leading: 4, batch: 5, stride: 6, trans_a: 3, trans_b: 4 };
 
 /// Those of hipBLASLt in ROCm 6 and 7.
-const HIPBLAS_LT: Attributes = Attributes { kind: 2, rows: 4, columns: 5, batch: 0, trans_a: 0, trans_b: 1 };
+const HIPBLAS_LT: Attributes =
+    Attributes { kind: 2, rows: 4, columns: 5, leading: 6, batch: 0, stride: 1, trans_a: 0, trans_b: 1 };
 
 impl Attributes {
     /// The numbers of a product's family, determined by the function's name.
@@ -483,8 +551,9 @@ mod tests {
 
     #[test]
     fn sizes_and_transposes_of_all_kinds_fit() {
-        let shape = Shape::of(i64::MAX, 2, -1, 1i64, 112, 1).cut();
+        let shape = Shape::of(i64::MAX, 2, -1, 1i64, 112, 1).lds(1, 2, 3).strides(i64::MAX, 4, -1).cut();
         assert_eq!((shape.m, shape.n, shape.k, shape.batch), (u32::MAX, 2, 0, 1));
+        assert_eq!((shape.lds, shape.strides, shape.algorithm), ([1, 2, 3], [u32::MAX, 4, 0], None));
         assert_eq!((shape.trans_a, shape.trans_b), (1, 1));
     }
 
@@ -492,10 +561,10 @@ mod tests {
     fn each_family_has_its_attribute_numbers() {
         let numbers = |function| {
             let of = Attributes::of(function);
-            ([of.kind, of.rows, of.columns, of.batch], [of.trans_a, of.trans_b])
+            ([of.kind, of.rows, of.columns, of.leading, of.batch, of.stride], [of.trans_a, of.trans_b])
         };
-        assert_eq!(numbers("cublasLtMatmul"), ([0, 2, 3, 5], [3, 4]));
-        assert_eq!(numbers("hipblasLtMatmul"), ([2, 4, 5, 0], [0, 1]));
+        assert_eq!(numbers("cublasLtMatmul"), ([0, 2, 3, 4, 5, 6], [3, 4]));
+        assert_eq!(numbers("hipblasLtMatmul"), ([2, 4, 5, 6, 0, 1], [0, 1]));
         assert_eq!(numbers("mcblasLtMatmul"), numbers("cublasLtMatmul"));
     }
 }

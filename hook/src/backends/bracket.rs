@@ -118,18 +118,26 @@ fn spare_event(recorder: &Recorder, context: usize) -> Option<usize> {
 /// Records the kernel of a collective, which identifies its algorithm. It belongs to the operations
 /// on its stream that the thread is launching.
 pub fn note_kernel(recorder: &'static Recorder, stream: usize, kernel: u64) {
-    let first = thread_state::with(|thread| thread.open.get());
-    for leader in chain(recorder, first, |recorder, slot| recorder.slots[slot].next.load(Ordering::Relaxed)) {
-        if recorder.slots[leader].stream.load(Ordering::Relaxed) != stream {
-            continue;
-        }
-        for member in members(recorder, leader) {
-            let function = &recorder.ring.op(member)[op::FUNCTION];
-            if function.load(Ordering::Relaxed) == 0 {
-                function.store(kernel, Ordering::Relaxed);
-            }
+    for member in launching(recorder, stream) {
+        let function = &recorder.ring.op(member)[op::FUNCTION];
+        if function.load(Ordering::Relaxed) == 0 {
+            function.store(kernel, Ordering::Relaxed);
         }
     }
+}
+
+/// Records the size of the kernel of a collective.
+pub fn note_channels(recorder: &'static Recorder, stream: usize, grid: [u32; 3], block: [u32; 3]) {
+    let product = |sizes: [u32; 3]| sizes.into_iter().fold(1, u32::saturating_mul);
+    launching(recorder, stream).for_each(|member| recorder.set_channels(member, product(grid), product(block)));
+}
+
+/// The operations on a stream that the thread is launching.
+fn launching(recorder: &'static Recorder, stream: usize) -> impl Iterator<Item = usize> {
+    let first = thread_state::with(|thread| thread.open.get());
+    let leaders = chain(recorder, first, |recorder, slot| recorder.slots[slot].next.load(Ordering::Relaxed));
+    let is_here = move |leader: &usize| recorder.slots[*leader].stream.load(Ordering::Relaxed) == stream;
+    leaders.filter(is_here).flat_map(move |leader| members(recorder, leader))
 }
 
 /// Called when the call of an operation has returned: records the end event, or the status that the

@@ -14,7 +14,7 @@ use std::{
 };
 
 use xpu_timer_proto::{
-    ring::{MAGIC, VERSION, coverage, detail, header, lane, name, offset, op, store_wait},
+    ring::{MAGIC, VERSION, coverage, detail, header, lane, matmul, name, offset, op, pack_halves, store_wait},
     v1::{CopyDirection, DataType, Op, OpKind},
 };
 
@@ -41,7 +41,7 @@ pub(crate) mod stacks;
 const _: () = assert!(size_of::<Slot>() == 64);
 
 /// The shape of a matrix product or of an attention; see [`xpu_timer_proto::v1::Operation`].
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 #[allow(missing_docs)]
 pub struct MatmulShape {
     pub batch: u32,
@@ -50,7 +50,31 @@ pub struct MatmulShape {
     pub k: u32,
     pub trans_a: u32,
     pub trans_b: u32,
+    pub lds: [u32; 3],
+    pub strides: [u32; 3],
+    pub algorithm: Option<i32>,
 }
+
+impl MatmulShape {
+    /// The words of [`matmul`].
+    fn words(&self) -> Varying {
+        let [lda, ldb, ldc] = self.lds;
+        let [stride_a, stride_b, stride_c] = self.strides;
+        let has_algorithm = if self.algorithm.is_some() { matmul::HAS_ALGORITHM } else { 0 };
+        let transposes = self.trans_a & 0xff | (self.trans_b & 0xff) << 8 | has_algorithm;
+        [
+            (matmul::M_N, pack_halves(self.m, self.n)),
+            (matmul::K_BATCH, pack_halves(self.k, self.batch)),
+            (matmul::TRANSPOSES_ALGORITHM, pack_halves(transposes, self.algorithm.unwrap_or(0) as u32)),
+            (matmul::LDA_LDB, pack_halves(lda, ldb)),
+            (matmul::LDC_STRIDE_C, pack_halves(ldc, stride_c)),
+            (matmul::STRIDES_A_B, pack_halves(stride_a, stride_b)),
+        ]
+    }
+}
+
+/// The words of a slot whose meaning depends on the operation, with their indexes.
+type Varying = [(usize, u64); 6];
 
 /// An operation as it begins.
 pub struct NewOperation {
@@ -78,8 +102,8 @@ pub struct NewOperation {
     pub stream: usize,
     /// Key into the name table.
     pub function: u64,
-    /// Only for a matrix product or an attention, which have no communicator, sequence number or
-    /// count.
+    /// Only for a matrix product or an attention, which have no communicator, sequence number,
+    /// count, peer or tag.
     pub matmul: Option<MatmulShape>,
 }
 
@@ -101,6 +125,22 @@ impl NewOperation {
             function: 0,
             matmul: None,
         }
+    }
+
+    /// The words that depend on the operation. `group` is the NCCL group that it is launched in.
+    #[inline]
+    fn words(&self, group: u64) -> Varying {
+        if let Some(shape) = &self.matmul {
+            return shape.words();
+        }
+        [
+            (op::COMMUNICATOR, self.communicator),
+            (op::SEQ, self.seq),
+            (op::COUNT, self.count),
+            (op::PEER, u64::from(self.peer as u32)),
+            (op::GROUP, group),
+            (op::TAG, self.tag.map_or(0, |tag| pack_halves(tag as u32, 1))),
+        ]
     }
 
     /// A copy or memset. Its direction has the place of a sequence number; see

@@ -122,10 +122,16 @@ static V1_LAUNCH_CONFIG: [(u32, Field); 0] = [
 impl Shaped for crate::v1::LaunchConfig {
     const SHAPE: &'static Shape = &V1_LAUNCH_CONFIG;
 }
-static V1_MATMUL: [(u32, Field); 0] = [
+static V1_MATMUL: [(u32, Field); 1] = [
+    (14, Field::Message(&V1_MATMUL_SIZE)),
 ];
 impl Shaped for crate::v1::Matmul {
     const SHAPE: &'static Shape = &V1_MATMUL;
+}
+static V1_MATMUL_SIZE: [(u32, Field); 0] = [
+];
+impl Shaped for crate::v1::MatmulSize {
+    const SHAPE: &'static Shape = &V1_MATMUL_SIZE;
 }
 static V1_COMMUNICATOR: [(u32, Field); 0] = [
 ];

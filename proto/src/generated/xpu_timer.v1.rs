@@ -107,7 +107,8 @@ pub struct Operation {
     /// Number of all these keys.
     #[prost(uint32, tag = "24")]
     pub store_key_count: u32,
-    /// Only for OP_KERNEL, if the launch was recorded in detail.
+    /// For OP_KERNEL, if the launch was recorded in detail, and for a collective whose kernel was seen:
+    /// NCCL has one block for each channel.
     #[prost(message, optional, boxed, tag = "25")]
     pub launch: ::core::option::Option<::prost::alloc::boxed::Box<LaunchConfig>>,
     /// Only for OP_COPY.
@@ -122,8 +123,9 @@ pub struct Operation {
 /// A garbage collection of Python.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct GarbageCollection {
-    #[prost(uint32, tag = "1")]
-    pub generation: u32,
+    /// Absent if unknown: files of the original tool lack it.
+    #[prost(uint32, optional, tag = "1")]
+    pub generation: ::core::option::Option<u32>,
     /// Objects that were freed.
     #[prost(uint32, tag = "2")]
     pub collected: u32,
@@ -149,7 +151,7 @@ pub struct LaunchConfig {
 }
 /// The shape of C = op(A) op(B): C has m rows and n columns. A dimension that does not fit into 32
 /// bits is clamped to the maximum.
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Matmul {
     #[prost(uint32, tag = "1")]
     pub batch: u32,
@@ -164,6 +166,40 @@ pub struct Matmul {
     pub trans_a: u32,
     #[prost(uint32, tag = "6")]
     pub trans_b: u32,
+    /// Leading dimensions in elements; 0 if unknown.
+    #[prost(uint64, tag = "7")]
+    pub lda: u64,
+    #[prost(uint64, tag = "8")]
+    pub ldb: u64,
+    #[prost(uint64, tag = "9")]
+    pub ldc: u64,
+    /// Elements from one matrix of a batch to the next; 0 if there is no stride, or if it is unknown.
+    #[prost(uint64, tag = "10")]
+    pub stride_a: u64,
+    #[prost(uint64, tag = "11")]
+    pub stride_b: u64,
+    #[prost(uint64, tag = "12")]
+    pub stride_c: u64,
+    /// The algorithm that the program asked for: cublasGemmAlgo_t (-1 for the default), or the
+    /// number of cuBLASLt. Absent if the program left it to the library, or if it is unknown.
+    #[prost(int32, optional, tag = "13")]
+    pub algorithm: ::core::option::Option<i32>,
+    /// Only in files of the original tool: the products of a grouped call, whose sizes differ. The
+    /// other numbers are then 0.
+    #[prost(message, repeated, tag = "14")]
+    pub members: ::prost::alloc::vec::Vec<MatmulSize>,
+}
+/// The sizes of one product of a grouped call.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct MatmulSize {
+    #[prost(uint32, tag = "1")]
+    pub batch: u32,
+    #[prost(uint32, tag = "2")]
+    pub m: u32,
+    #[prost(uint32, tag = "3")]
+    pub n: u32,
+    #[prost(uint32, tag = "4")]
+    pub k: u32,
 }
 /// A communicator as one rank sees it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -210,6 +246,9 @@ pub struct Communicator {
     /// for none.
     #[prost(uint32, tag = "15")]
     pub async_error: u32,
+    /// Number of nodes of its ranks. Only in files of the original tool; 0 if unknown.
+    #[prost(uint32, tag = "16")]
+    pub nodes: u32,
 }
 /// A device stream on which something was launched.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

@@ -6,7 +6,7 @@ use std::io;
 use crate::v1::{DataType, Op, OpKind};
 
 /// Version of the layout. It changes with every change of a constant below.
-pub const VERSION: u32 = 11;
+pub const VERSION: u32 = 12;
 
 /// Bytes of two cache lines, which processors fetch together. What one thread writes often shares
 /// no such pair with what another thread writes: a collective costs 40 ns more otherwise.
@@ -118,7 +118,8 @@ pub mod op {
     pub const SEQ: usize = 3;
     /// Elements.
     pub const COUNT: usize = 4;
-    /// Root or peer as i32 in the low half (-1 none).
+    /// Root or peer as i32 in the low half (-1 none), and the [`super::pack_channels`] of a
+    /// collective in the high half.
     pub const PEER: usize = 5;
     /// Stream handle.
     pub const STREAM: usize = 6;
@@ -148,16 +149,25 @@ pub mod op {
     pub const SLOTS: usize = 8192;
 }
 
-/// Words of a slot whose operation is a matrix product. It has no communicator, so these words
-/// contain its shape.
+/// Words of a slot whose operation is a matrix product. It has no communicator, peer, group or tag,
+/// so these words contain its shape.
 pub mod matmul {
     use super::op;
     /// Low half m, high half n.
     pub const M_N: usize = op::COMMUNICATOR;
     /// Low half k, high half the batch.
     pub const K_BATCH: usize = op::SEQ;
-    /// Transposition of A in the low half, of B in the high half (cublasOperation_t).
-    pub const TRANSPOSES: usize = op::COUNT;
+    /// Bits 0-7 transposition of A, 8-15 of B (cublasOperation_t), 16 whether the algorithm is
+    /// known; high half the algorithm as i32.
+    pub const TRANSPOSES_ALGORITHM: usize = op::COUNT;
+    /// Leading dimension of A in the low half, of B in the high half.
+    pub const LDA_LDB: usize = op::PEER;
+    /// Leading dimension of C in the low half, its stride in the high half.
+    pub const LDC_STRIDE_C: usize = op::GROUP;
+    /// Stride of A in the low half, of B in the high half.
+    pub const STRIDES_A_B: usize = op::TAG;
+    /// The bit of [`TRANSPOSES_ALGORITHM`] for a known algorithm.
+    pub const HAS_ALGORITHM: u32 = 1 << 16;
 }
 
 /// Words of a slot whose operation is a kernel.
@@ -670,6 +680,13 @@ pub(super) fn texts(words: &[u64]) -> Vec<String> {
 pub fn pack_dimensions([x, y, z]: [u32; 3]) -> u64 {
     let clamped = |size: u32| u64::from(size.min(0xffff));
     u64::from(x.min(0x7fff_ffff)) | clamped(y) << 32 | clamped(z) << 48
+}
+
+/// Packs the size of a collective's kernel into 32 bits: the blocks of its grid, which are its
+/// channels, in the low half, and the threads of a block in the high half. Larger sizes are clamped.
+#[must_use]
+pub fn pack_channels(blocks: u32, threads: u32) -> u32 {
+    blocks.min(0xffff) | threads.min(0xffff) << 16
 }
 
 /// The dimensions in a word of [`pack_dimensions`].

@@ -336,13 +336,25 @@ pub fn communicator_of(words: &[u64; op::WORDS]) -> Option<u64> {
     (i32::from(kind) == OpKind::Collective as i32).then_some(words[op::COMMUNICATOR])
 }
 
+/// The NCCL group of a published slot; 0 for none.
+#[must_use]
+pub fn group_of(words: &[u64; op::WORDS]) -> u64 {
+    let [_, op, ..] = words[op::WHAT].to_le_bytes();
+    if is_product(Op::try_from(i32::from(op)).unwrap_or_default()) { 0 } else { words[op::GROUP] }
+}
+
+/// Whether a slot has the words of [`matmul`].
+fn is_product(op: Op) -> bool {
+    matches!(op, Op::Matmul | Op::Attention)
+}
+
 /// The message of one published slot. `function` is the name of [`op::FUNCTION`].
 #[must_use]
 pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
     let [kind, op_code, dtype, reduce_op, ..] = words[op::WHAT].to_le_bytes();
     let op = Op::try_from(i32::from(op_code)).unwrap_or_default();
     // The words of a collective contain other fields for other operations.
-    let is_product = matches!(op, Op::Matmul | Op::Attention);
+    let is_product = is_product(op);
     let is_collective = !is_product && !matches!(op, Op::Kernel | Op::Copy);
     let of_collective = |word: usize| if is_collective { words[word] } else { 0 };
     let direction = if op == Op::Copy { words[copy::DIRECTION] } else { 0 };
@@ -355,7 +367,7 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
         count: if is_product { 0 } else { words[op::COUNT] },
         dtype: DataType::try_from(i32::from(dtype)).unwrap_or_default().into(),
         reduce_op: u32::from(reduce_op),
-        peer: low(words[op::PEER]) as i32,
+        peer: if is_product { -1 } else { low(words[op::PEER]) as i32 },
         stream: words[op::STREAM],
         tid: high(words[op::WHAT]),
         entered_ns: words[op::ENTERED_NS],
@@ -366,12 +378,16 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
         error: high(words[op::STATUS]),
         device_ns: words[op::DEVICE_NS],
         function,
-        group: words[op::GROUP],
+        group: group_of(words),
         matmul: if is_product { matmul_of(words) } else { None },
-        tag: (high(words[op::TAG]) != 0).then_some(low(words[op::TAG]) as i32),
+        tag: (!is_product && high(words[op::TAG]) != 0).then_some(low(words[op::TAG]) as i32),
         store_keys: Vec::new(),
         store_key_count: 0,
-        launch: if op == Op::Kernel { launch_of(words) } else { None },
+        launch: match op {
+            Op::Kernel => launch_of(words),
+            _ if is_collective => channels_of(words),
+            _ => None,
+        },
         direction: CopyDirection::try_from(low(direction) as i32).unwrap_or_default().into(),
         collection: None,
     }
@@ -379,17 +395,35 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
 
 /// The shape of a matrix product. All its words are 0 if it is unknown.
 fn matmul_of(words: &[u64; op::WORDS]) -> Option<Box<Matmul>> {
-    let [m_n, k_batch, transposes] = [matmul::M_N, matmul::K_BATCH, matmul::TRANSPOSES].map(|word| words[word]);
+    let [m_n, k_batch, transposes] =
+        [matmul::M_N, matmul::K_BATCH, matmul::TRANSPOSES_ALGORITHM].map(|word| words[word]);
+    let [lds, of_c, strides] = [matmul::LDA_LDB, matmul::LDC_STRIDE_C, matmul::STRIDES_A_B].map(|word| words[word]);
+    let [trans_a, trans_b, ..] = transposes.to_le_bytes();
     (m_n | k_batch | transposes != 0).then(|| {
         Box::new(Matmul {
             batch: high(k_batch),
             m: low(m_n),
             n: high(m_n),
             k: low(k_batch),
-            trans_a: low(transposes),
-            trans_b: high(transposes),
+            trans_a: trans_a.into(),
+            trans_b: trans_b.into(),
+            lda: low(lds).into(),
+            ldb: high(lds).into(),
+            ldc: low(of_c).into(),
+            stride_a: low(strides).into(),
+            stride_b: high(strides).into(),
+            stride_c: high(of_c).into(),
+            algorithm: (low(transposes) & matmul::HAS_ALGORITHM != 0).then_some(high(transposes) as i32),
+            members: Vec::new(),
         })
     })
+}
+
+/// The size of a collective's kernel.
+fn channels_of(words: &[u64; op::WORDS]) -> Option<Box<LaunchConfig>> {
+    let (blocks, threads) = (high(words[op::PEER]) & 0xffff, high(words[op::PEER]) >> 16);
+    let config = LaunchConfig { grid_x: blocks, grid_y: 1, grid_z: 1, block_x: threads, block_y: 1, block_z: 1 };
+    (blocks != 0).then(|| Box::new(config))
 }
 
 fn launch_of(words: &[u64; op::WORDS]) -> Option<Box<LaunchConfig>> {
@@ -435,6 +469,7 @@ fn communicator(words: &[u64; comm::WORDS]) -> Communicator {
         alias: words[comm::ALIAS],
         unique: words[comm::UNIQUE] == 1,
         async_error: words[comm::ASYNC_ERROR].min(u64::from(u32::MAX)) as u32,
+        nodes: 0,
     }
 }
 
@@ -443,7 +478,7 @@ mod tests {
     use std::cell::{Cell, RefCell};
 
     use super::*;
-    use crate::ring::layout::{pack_dimensions, pack_halves, pack_what};
+    use crate::ring::layout::{pack_channels, pack_dimensions, pack_halves, pack_what};
 
     /// A ring in a vector, written as the hook does.
     struct Ring(Vec<u64>);
@@ -481,7 +516,8 @@ mod tests {
         words[op::WHAT] = pack_what(OpKind::Collective, Op::AllReduce, DataType::Float32, 2, 4321);
         words[op::COMMUNICATOR] = 0xfeed;
         words[op::SEQ] = 7;
-        words[op::PEER] = u64::from(-1i32 as u32);
+        words[op::PEER] = pack_halves(-1i32 as u32, pack_channels(24, 544));
+        words[op::GROUP] = 6;
         words[op::STATUS] = pack_halves(OpStatus::Failed as u32, 700);
         words[op::FUNCTION] = 0x1000;
         words[op::TAG] = pack_halves(-1i32 as u32, 1);
@@ -497,6 +533,8 @@ mod tests {
         assert_eq!((operation.op(), operation.dtype()), (Op::AllReduce, DataType::Float32));
         assert_eq!((operation.status(), operation.error, operation.peer), (OpStatus::Failed, 700, -1));
         assert_eq!((operation.function.as_str(), operation.tag), ("kernel", Some(-1)));
+        let size = operation.launch.as_ref().map(|of| [of.grid_x, of.grid_y, of.grid_z, of.block_x, of.block_y]);
+        assert_eq!((size, operation.group, group_of(&words)), (Some([24, 1, 1, 544, 1]), 6, 6));
         assert_eq!((record.rank.unwrap().rank, record.read_ns), (3, 77));
     }
 
@@ -552,14 +590,30 @@ mod tests {
         words[op::WHAT] = pack_what(OpKind::Kernel, Op::Matmul, DataType::Bfloat16, 0, 1);
         words[matmul::M_N] = pack_halves(4096, 1024);
         words[matmul::K_BATCH] = pack_halves(512, 8);
-        words[matmul::TRANSPOSES] = pack_halves(1, 0);
+        words[matmul::TRANSPOSES_ALGORITHM] = pack_halves(matmul::HAS_ALGORITHM | 1 << 8 | 2, -1i32 as u32);
+        words[matmul::LDA_LDB] = pack_halves(512, 1025);
+        words[matmul::LDC_STRIDE_C] = pack_halves(4097, 3);
+        words[matmul::STRIDES_A_B] = pack_halves(1, u32::MAX);
         let operation = operation(&words, "cublasGemmEx".into());
         assert_eq!((operation.communicator, operation.seq, operation.count), (0, 0, 0));
-        let shape = Matmul { batch: 8, m: 4096, n: 1024, k: 512, trans_a: 1, trans_b: 0 };
-        assert_eq!(
-            (&operation.matmul, operation.dtype(), operation.tag),
-            (&Some(shape.into()), DataType::Bfloat16, None)
-        );
+        let shape = Matmul {
+            batch: 8,
+            m: 4096,
+            n: 1024,
+            k: 512,
+            trans_a: 2,
+            trans_b: 1,
+            lda: 512,
+            ldb: 1025,
+            ldc: 4097,
+            stride_a: 1,
+            stride_b: u32::MAX.into(),
+            stride_c: 3,
+            algorithm: Some(-1),
+            members: Vec::new(),
+        };
+        assert_eq!((&operation.matmul, operation.dtype()), (&Some(shape.into()), DataType::Bfloat16));
+        assert_eq!((operation.peer, operation.group, operation.tag, group_of(&words)), (-1, 0, None, 0));
     }
 
     #[test]

@@ -102,7 +102,7 @@ fn span(words: &[u64; WORDS], functions: &[TracedFunction]) -> Operation {
     let function = functions.get(low(words[WHAT]) as usize);
     let collection = (words[GENERATION] != 0).then(|| {
         Box::new(GarbageCollection {
-            generation: low(words[GENERATION]).wrapping_sub(1),
+            generation: Some(low(words[GENERATION]).wrapping_sub(1)),
             collected: low(words[OBJECTS]),
             uncollectable: high(words[OBJECTS]),
         })
@@ -164,7 +164,7 @@ mod tests {
         assert_eq!(spans.iter().map(|span| span.ticket).collect::<Vec<_>>(), [0, 1, 2]);
         let [span, ..] = &spans[..] else { panic!() };
         assert_eq!((span.function.as_str(), span.tid, span.entered_ns, span.returned_ns), ("GC", 7, 100, 130));
-        let collection = GarbageCollection { generation: 2, collected: 5, uncollectable: 2 };
+        let collection = GarbageCollection { generation: Some(2), collected: 5, uncollectable: 2 };
         assert_eq!(span.collection, Some(collection.into()));
         ring.put(3);
         assert_eq!(ring.read(&mut cursor).len(), 2);

@@ -43,6 +43,7 @@ const HANG: Timelines = Timelines {
     slow_rank: None,
     clock_step: (0, 0.0),
     realtime_step_ns: 0,
+    lossy_rank: None,
     hang: Some(Hang { behind: 2, lasts_ns: 310_000_000_000 }),
 };
 
@@ -291,13 +292,15 @@ fn the_lanes_show_what_each_rank_did_before_the_hang() {
     let Some(browser) = browser() else { return };
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::small(folder.path());
-    HANG.write(folder.path()).expect("own folder");
+    Timelines { lossy_rank: Some(3), ..HANG }.write(folder.path()).expect("own folder");
     for rank in 0..4 {
         let evaluates_from_ns = if rank == 2 { 40_000_000_000 } else { 370_000_000_000 };
         HANG.write_samples(folder.path(), rank, evaluates_from_ns).expect("own folder");
     }
     browser.open(&report_of(folder.path()).0);
     assert!(browser.text("#lanes-title").contains("Before the hang"));
+    let lost = browser.text("#lanes-lost");
+    assert!(lost.starts_with("7 operations of 1 rank are missing (rank 3): white space"), "{lost}");
     browser.picture("lanes");
     // The bottom row of a lane is the function in which the rank was.
     let lanes = lanes_of(folder.path());
@@ -481,6 +484,80 @@ fn a_thousand_ranks_are_a_small_file_and_open_at_once() {
     assert!((10..3000).contains(&drawn), "{drawn} frames are in the page");
     browser.click("#cell-389");
     assert!(browser.text("#panel").contains("115 other threads did not move"), "{}", browser.text("#panel"));
+    check_no_complaints(&browser);
+}
+
+/// Zooms in and out, scrolls to the end and searches. Returns how long the slowest frame of each
+/// took, in milliseconds.
+const LANES_IN_MOTION: &str = r#"return (async () => {
+    const byId = (id) => document.getElementById(id);
+    const slowest = async (steps) => {
+        let worst = 0;
+        for (const step of steps) {
+            const start = performance.now();
+            step();
+            // The lanes have asked for their frame first.
+            await new Promise((done) => requestAnimationFrame(done));
+            worst = Math.max(worst, performance.now() - start);
+        }
+        return worst;
+    };
+    const click = (id, count) => Array.from({ length: count }, () => () => byId(id).click());
+    const box = byId("lanes-box");
+    const search = byId("lanes-search");
+    const type = (text) => () => {
+        search.value = text;
+        search.dispatchEvent(new Event("input"));
+    };
+    const zoom = await slowest([...click("lanes-in", 12), ...click("lanes-out", 12)]);
+    const scroll = await slowest([1, 2, 3, 4].map((part) => () => (box.scrollTop = (box.scrollHeight * part) / 4)));
+    return [zoom, scroll, await slowest([type("all_reduce"), type("no such operation"), type("")])];
+})()"#;
+
+#[test]
+fn the_lanes_of_a_thousand_ranks_are_fluent() {
+    let Some(browser) = browser() else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    folders::large(folder.path(), 1024, 1);
+    let hang = Some(Hang { behind: 389, lasts_ns: 310_000_000_000 });
+    Timelines { ranks: 1024, of_node: 8, hang, ..HANG }.write(folder.path()).expect("own folder");
+    let (report, took) = report_of(folder.path());
+    let bytes = fs::metadata(&report).expect("it was written").len();
+    let start = Instant::now();
+    browser.open(&report);
+    let opened = start.elapsed();
+    let rows = || {
+        let height = browser.js("return document.querySelector('.lanes-pad').offsetHeight").as_f64();
+        height.expect("a number") / 26.0
+    };
+    let check_motion = |what: &str| {
+        let slowest: Vec<f64> =
+            browser.js(LANES_IN_MOTION).as_array().expect("a list").iter().filter_map(Value::as_f64).collect();
+        eprintln!("{what}: slowest frames of zoom, scroll and search {slowest:.0?} ms");
+        // Two orders of magnitude of room for a loaded machine.
+        assert!(slowest.len() == 3 && slowest.iter().all(|ms| *ms < 3000.0), "{slowest:?}");
+    };
+    eprintln!("lanes of 1,024 ranks: viewer {took:?}, report {bytes} bytes, opened in {opened:?}");
+    assert!(bytes < 10_000_000, "{bytes} bytes");
+    assert!(opened < Duration::from_secs(20), "{opened:?}");
+    let folded = rows();
+    assert!(folded < 50.0, "{folded} rows");
+    browser.js("document.getElementById('lanes').scrollIntoView()");
+    browser.picture("lanes-large");
+    check_motion("folded");
+    // The group of those that wait is large.
+    browser.js("document.getElementById('lanes-box').focus()");
+    for _ in 0..folded as usize {
+        browser.keys(DOWN);
+        if rows() < 500.0 {
+            browser.keys(ENTER);
+            browser.js("document.getElementById('lanes-box').focus()");
+        }
+    }
+    assert!(rows() > 900.0, "{} rows", rows());
+    check_motion("unfolded");
+    browser.click("#lanes-hang");
+    browser.picture("lanes-large-unfolded");
     check_no_complaints(&browser);
 }
 

@@ -520,6 +520,8 @@ fn the_original_tools_command_records_the_next_operations() {
     for trace in &traces.traces {
         let Some(DebugData::NcclDebug(nccl)) = &trace.debug_data else { panic!("{trace:?}") };
         assert_eq!((trace.kernel_type, nccl.ranks, nccl.nodes, nccl.input_size_in_bytes), (1, 2, 1, 4096));
+        // Those of the simulated device.
+        assert_eq!((&nccl.grids[..], &nccl.blocks[..]), (&[2, 1, 1][..], &[544, 1, 1][..]));
     }
     let names = fs::read_to_string(file(0, ".meta")).unwrap();
     assert_eq!(names, "0,xpu_timer_AllReduce_RING_LL_Sum_f32_size_4096\n");
@@ -538,6 +540,10 @@ fn the_original_tools_command_records_the_next_operations() {
     assert!(stdout.contains("'msg': 'The process is dumping, skip'"), "{stdout}");
     let (_, stdout, _) = ask(&path, &["--reset"]);
     assert!(stdout.contains("'msg': 'Force reset dumping status'"), "{stdout}");
+    // The collector listens on another address.
+    let (code, stdout, _) = ask(&path, &["--host", "127.0.0.2", "--rank", "", "--no-matmul", "--no-memory"]);
+    let command = format!("\nxpu_timer_collector timeline --seconds 20 --output '{}'\n", path.display());
+    assert!(code == Some(0) && stdout.ends_with(&command), "{stdout}");
     let (code, _, stderr) = ask(&path, &["--no-nccl", "--no-matmul", "--no-memory"]);
     assert!(code == Some(1) && stderr.contains("No Kernel to trace"), "{stderr}");
 }
@@ -559,7 +565,7 @@ fn the_original_tools_command_records_matrix_products_and_copies() {
     let file = path.join("00000-00001.timeline");
     wait_until(PATIENCE, "the file", || file.exists());
     let traces = KernelTraces::decode(&fs::read(file).unwrap()[..]).unwrap().traces;
-    let is_product = |debug: &Option<DebugData>| matches!(debug, Some(DebugData::MmDebug(_)));
+    let is_product = |debug: &Option<DebugData>| matches!(debug, Some(DebugData::MmDebug(of)) if of.lds.len() == 3);
     assert!(traces.len() == 300 && traces.iter().all(|trace| is_product(&trace.debug_data)), "{traces:?}");
     // The program has 100 a second. By default only some of them are recorded.
     let seconds = (traces[299].start_us - traces[0].start_us) as f64 / 1e6;

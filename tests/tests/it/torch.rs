@@ -346,7 +346,7 @@ fn a_matrix_product_under_autocast_has_its_type_and_shape() {
     let mut products: BTreeMap<(&str, [u32; 6]), u64> = BTreeMap::new();
     for operation in process.operations(Op::Matmul) {
         assert_eq!(operation.dtype(), DataType::Bfloat16, "{operation:?}");
-        let Matmul { batch, m, n, k, trans_a, trans_b } = **operation.matmul.as_ref().expect("a shape");
+        let Matmul { batch, m, n, k, trans_a, trans_b, .. } = **operation.matmul.as_ref().expect("a shape");
         *products.entry((&operation.function, [batch, m, n, k, trans_a, trans_b])).or_default() += 1;
     }
     // In the order of columns, 32 examples of 64 features: forward with the bias added by cuBLASLt,

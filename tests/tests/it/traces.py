@@ -13,7 +13,7 @@ def perfetto(path):
     with open(path, "rb") as file:
         trace.ParseFromString(file.read())
     event = schema.TrackEvent
-    names, annotations, strings, tracks, processes = {}, {}, {}, {}, {}
+    names, annotations, strings, tracks, processes, labels = {}, {}, {}, {}, {}, {}
     kinds, texts = collections.Counter(), collections.Counter()
     flows = collections.defaultdict(set)
     slices, depth, sequences = [], collections.Counter(), set()
@@ -35,6 +35,7 @@ def perfetto(path):
             tracks[descriptor.uuid] = descriptor
             if descriptor.HasField("process"):
                 processes[descriptor.uuid] = descriptor.process.process_name
+                labels[descriptor.process.process_name] = list(descriptor.process.process_labels)
         if not packet.HasField("track_event"):
             continue
         it = packet.track_event
@@ -69,6 +70,8 @@ def perfetto(path):
         "unfinished": sum(depth.values()),
         "flows_by_ranks": ranks,
         "reduction": max(reductions, key=lambda facts: facts["waiting_us"], default=None),
+        "product": next((facts for _, _, _, facts in slices if facts.get("k") == 4096), None),
+        "labels": labels,
         "counters": {name: [len(values), min(values), max(values)] for name, values in counters.items()},
         "bandwidths": [facts["bandwidth_gbps"] for facts in reductions],
     }

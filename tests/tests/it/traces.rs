@@ -3,11 +3,13 @@
 use std::{
     collections::BTreeMap,
     fs,
+    io::Read,
     path::{Path, PathBuf},
     process::Command,
     time::Duration,
 };
 
+use flate2::read::GzDecoder;
 use serde_json::Value;
 use tempfile::TempDir;
 use xpu_timer_proto::{
@@ -65,6 +67,7 @@ const TWO_NODES: Timelines = Timelines {
     slow_rank: Some(1),
     clock_step: (40_000_000_000, 20.0),
     realtime_step_ns: 1_000_000,
+    lossy_rank: Some(3),
     hang: None,
 };
 
@@ -98,8 +101,16 @@ fn perfettos_schema_reads_what_was_written() {
     // them are split in two but for the rank that starts last.
     let kinds = |name: &str| found["kinds"][name].as_u64().unwrap();
     assert_eq!(kinds("TYPE_SLICE_BEGIN"), kinds("TYPE_SLICE_END"));
-    // The clocks of two nodes, the hang, and the culprit.
-    assert_eq!((kinds("TYPE_INSTANT"), &found["unfinished"], &found["unknown_tracks"]), (4, &0.into(), &0.into()));
+    // The clocks of two nodes, the hang, the culprit, and what is missing of rank 3.
+    assert_eq!((kinds("TYPE_INSTANT"), &found["unfinished"], &found["unknown_tracks"]), (5, &0.into(), &0.into()));
+    assert_eq!(found["names"]["7 operations of the window are missing"], 1);
+    let product = &found["product"];
+    for (name, value) in [("lds", "4096 4096 4096".into()), ("algo", Value::from(99)), ("trans", "TN".into())] {
+        assert_eq!(product[name], value, "{name}: {product}");
+    }
+    let labels = found["labels"].as_object().unwrap().iter();
+    let lossy = labels.filter(|(_, labels)| labels.to_string().contains("7 operations of the window are missing"));
+    assert_eq!(lossy.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["node-1 rank 3 tp1 dp1"]);
     let of = |name: &str| found["names"][name].as_u64().unwrap_or(0);
     let (parts, all) = (of("waiting") + of("transfer"), u64::from(OPERATIONS) * 4);
     assert_eq!(kinds("TYPE_SLICE_BEGIN"), 2 * all + parts);
@@ -125,14 +136,18 @@ fn perfettos_schema_reads_what_was_written() {
     // Rank 1 reaches each all-reduce 300 us late, and the transfer is the rest.
     let reduction = &found["reduction"];
     assert_eq!((&reduction["group"], &reduction["nranks"]), (&"tp 0-1".into(), &2.into()));
+    assert_eq!((&reduction["nodes"], &reduction["algorithm"]), (&1.into(), &"RING_LL".into()));
     let waiting = reduction["waiting_us"].as_f64().unwrap();
     assert!((200.0..400.0).contains(&waiting), "{reduction}");
 }
 
 #[test]
 fn hta_divides_the_time_as_the_breakdown_does() {
-    let timelines = folder(Timelines { ranks: 2, clock_step: (0, 0.0), ..TWO_NODES });
+    let written = Timelines { ranks: 2, clock_step: (0, 0.0), lossy_rank: Some(1), ..TWO_NODES };
+    let timelines = folder(written);
+    written.write_samples(timelines.path(), 1, 2_000_000_000).unwrap();
     let (out, text) = generate(timelines.path(), &["--chrome"]);
+    check_chrome(&out.path().join("chrome_job/rank00001.json.gz"));
     assert!(text.contains("communication beside compute"), "{text}");
     let ours = json(out.path().join("breakdown_job.json"));
     let Some(found) = read_with(HTA, "hta", &out.path().join("chrome_job")) else { return };
@@ -155,6 +170,33 @@ fn hta_divides_the_time_as_the_breakdown_does() {
         let difference = number(&overlap["comp_comm_overlap_pctg"]) - number(&ours["overlap_percent"]);
         assert!(difference.abs() < 0.01, "rank {rank}: {overlap} {ours}");
     }
+}
+
+/// Checks the parts of a file for Chrome that HTA does not read: counters, sampled stacks, and what
+/// is missing.
+fn check_chrome(path: &Path) {
+    let mut text = String::new();
+    GzDecoder::new(fs::File::open(path).unwrap()).read_to_string(&mut text).unwrap();
+    let trace: Value = serde_json::from_str(&text).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    let of = |phase: &str, name: &str| -> Vec<&Value> {
+        events.iter().filter(|event| event["ph"] == phase && (event["name"] == name || name.is_empty())).collect()
+    };
+    let memory: Vec<u64> =
+        of("C", "allocated memory").iter().filter_map(|event| event["args"]["bytes"].as_u64()).collect();
+    assert_eq!(memory, [1 << 30, 2 << 30, 3 << 30, 4 << 30]);
+    let busy = of("C", "GPU busy");
+    assert!(busy.len() > 1 && busy.iter().any(|event| event["args"]["percent"].as_u64() > Some(60)), "{busy:?}");
+    assert_eq!(of("M", "process_labels")[0]["args"]["labels"], "7 operations of the window are missing");
+    let track = of("M", "thread_name")[0];
+    assert_eq!(track["args"]["name"], "host: MainThread (sampled)");
+    let (begins, ends) = (of("B", ""), of("E", ""));
+    let names: Vec<&str> = begins.iter().filter_map(|event| event["name"].as_str()).collect();
+    assert_eq!(names, ["main (train.py)", "step (train.py)", "evaluate (metrics.py)"]);
+    assert_eq!(ends.len(), 3);
+    assert!(begins.iter().chain(&ends).all(|event| event["tid"] == track["tid"]), "{track}");
+    let in_order = events.iter().filter(|event| event["ph"] == "B" || event["ph"] == "E");
+    assert!(in_order.map(|event| event["ts"].as_f64().unwrap()).is_sorted(), "the stack is nested");
 }
 
 /// A job on the simulated device whose rank 1 stays in its data loader after 40 steps.

@@ -274,7 +274,7 @@ fn every_call_is_in_the_timeline_and_the_metrics() {
         let threads: std::collections::BTreeSet<u32> = calls["in_thread"].iter().map(|call| call.tid).collect();
         assert_eq!(threads.len(), 5, "each thread has its own track");
         let collection = calls["GC"].last().and_then(|call| call.collection.as_deref()).expect("a collection");
-        assert!(collection.generation == 2 && collection.collected >= 1, "{collection:?}");
+        assert!(collection.generation == Some(2) && collection.collected >= 1, "{collection:?}");
         let incident = dumped(&job);
         assert_eq!(calls_in(&incident.join("00000-00001.ops")).get("plain").map(Vec::len), Some(3));
         let trace = chrome_trace(&incident);

@@ -21,35 +21,63 @@ pub fn write(trace: &mut RankTrace<'_>, samples: &StackSamples) {
 
 fn write_thread(trace: &mut RankTrace<'_>, samples: &StackSamples, thread: &SampledThread) {
     let (parent, uuid) = (trace.tracks[0].uuid, trace.new_track());
-    let name = if thread.name.is_empty() { thread.tid.to_string() } else { thread.name.clone() };
     packet(&mut trace.out, trace.sequence, NEEDS_STATE, |out| {
         nested(out, packet::TRACK_DESCRIPTOR, |out| {
             uint(out, 1, uuid);
-            bytes(out, 2, text(&format!("host: {name} (sampled)")).as_bytes());
+            bytes(out, 2, text(&track_name(thread)).as_bytes());
             uint(out, 5, parent);
         });
     });
+    each_call(samples, thread, |call| match call {
+        Call::Begins(frame, ns) => {
+            let (out, names) = (&mut trace.out, &mut trace.names);
+            let iid = intern(out, trace.sequence, interned_data::EVENT_NAMES, names, &name_of(frame));
+            let at = trace.map.apply(ns);
+            event(out, trace.sequence, at, event::BEGIN, uuid, |out| uint(out, event::NAME_IID, iid));
+            trace.counts.slices += 1;
+        }
+        Call::Ends(ns) => event(&mut trace.out, trace.sequence, trace.map.apply(ns), event::END, uuid, |_| {}),
+    });
+}
+
+/// The name of the track of a thread.
+#[must_use]
+pub fn track_name(thread: &SampledThread) -> String {
+    let name = if thread.name.is_empty() { thread.tid.to_string() } else { thread.name.clone() };
+    format!("host: {name} (sampled)")
+}
+
+/// The begin of a call on a thread, or the end of the innermost one, in the time of the node.
+#[derive(Debug, Clone, Copy)]
+pub enum Call<'a> {
+    /// A function begins.
+    Begins(&'a PySpyFrame, u64),
+    /// The innermost function ends.
+    Ends(u64),
+}
+
+/// Visits the calls of a thread in their order.
+pub fn each_call<'a>(samples: &'a StackSamples, thread: &SampledThread, mut visit: impl FnMut(Call<'a>)) {
     // The open functions, root first.
     let mut open: Vec<(&str, &str)> = Vec::new();
+    let close = |visit: &mut dyn FnMut(Call<'a>), count: usize, ns: u64| {
+        (0..count).for_each(|_| visit(Call::Ends(ns)));
+    };
     let mut slices = samples::slices(thread).peekable();
     while let Some(slice) = slices.next() {
         let frames = &samples.stacks[slice.stack as usize].frames;
         let functions: Vec<&PySpyFrame> =
             frames.iter().rev().take(MOST_FRAMES).map(|frame| &samples.frames[*frame as usize]).collect();
         let kept = open.iter().zip(&functions).take_while(|(open, frame)| **open == key(frame)).count();
-        close(trace, uuid, open.len() - kept, slice.first_ns);
+        close(&mut visit, open.len() - kept, slice.first_ns);
         open.truncate(kept);
         for frame in &functions[kept..] {
-            let iid =
-                intern(&mut trace.out, trace.sequence, interned_data::EVENT_NAMES, &mut trace.names, &name_of(frame));
-            let at = trace.map.apply(slice.first_ns);
-            event(&mut trace.out, trace.sequence, at, event::BEGIN, uuid, |out| uint(out, event::NAME_IID, iid));
-            trace.counts.slices += 1;
+            visit(Call::Begins(frame, slice.first_ns));
             open.push(key(frame));
         }
         let end_ns = end_of(&slice, samples.period_ns);
         if slices.peek().is_none_or(|next| next.first_ns > end_ns) {
-            close(trace, uuid, open.len(), end_ns);
+            close(&mut visit, open.len(), end_ns);
             open.clear();
         }
     }
@@ -60,13 +88,6 @@ fn write_thread(trace: &mut RankTrace<'_>, samples: &StackSamples, thread: &Samp
 #[must_use]
 pub fn end_of(slice: &Slice, period_ns: u64) -> u64 {
     slice.last_ns.saturating_add(period_ns.saturating_mul(2))
-}
-
-fn close(trace: &mut RankTrace<'_>, uuid: u64, count: usize, ns: u64) {
-    let at = trace.map.apply(ns);
-    for _ in 0..count {
-        event(&mut trace.out, trace.sequence, at, event::END, uuid, |_| {});
-    }
 }
 
 /// A function, whatever line of it runs.

@@ -65,7 +65,7 @@ fn shape(argument: *const u8, kernel: AttentionKernel) -> Option<MatmulShape> {
         n: keys as u32,
         k: size as u32,
         trans_a: u32::from(kernel.is_backward),
-        trans_b: 0,
+        ..MatmulShape::default()
     })
 }
 

@@ -77,9 +77,9 @@ hooked! {
         => |recorder, site| with_config(recorder, [gx, gy, gz], [bx, by, bz],
             kernel_launched(recorder, site.inside, function, parameters, ptsz(stream)));
     cuGraphLaunch(graph: GraphExec, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Graph(graph as usize), stream as usize);
+        => |recorder, site| graph_launched(recorder, site.inside, graph as usize, stream as usize);
     cuGraphLaunch_ptsz(graph: GraphExec, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Graph(graph as usize), ptsz(stream));
+        => |recorder, site| graph_launched(recorder, site.inside, graph as usize, ptsz(stream));
 
     // Changes of graphs. Only the first two arguments of an instantiation matter, and all its forms
     // share them. If a name was looked up for another form, the other arguments pass through
@@ -188,9 +188,9 @@ hooked! {
         => |recorder, site| with_config(recorder, [gx / bx.max(1), gy / by.max(1), gz / bz.max(1)], [bx, by, bz],
             by_driver(recorder, site.inside, Launch::Kernel(function as usize), stream as usize));
     hipGraphLaunch | mcGraphLaunch(graph: GraphExec, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Graph(graph as usize), stream as usize);
+        => |recorder, site| graph_launched(recorder, site.inside, graph as usize, stream as usize);
     hipGraphLaunch_spt(graph: GraphExec, stream: Stream)
-        => |recorder, site| by_driver(recorder, site.inside, Launch::Graph(graph as usize), ptsz(stream));
+        => |recorder, site| graph_launched(recorder, site.inside, graph as usize, ptsz(stream));
 
     hipStreamEndCapture | mcStreamEndCapture(stream: Stream, graph: *mut Data)
         => |_, _| capture_ending(stream as usize, graph as usize);
@@ -217,6 +217,31 @@ pub enum Launch {
     Graph(usize),
 }
 
+/// What a launch begins, as long as its launch configuration is not known.
+#[derive(Clone, Copy)]
+enum Launched {
+    /// Nothing, like most launches.
+    Counted,
+    /// An operation.
+    Operation(OpenOperation),
+    /// A part of the collectives that the thread is launching on a stream.
+    InCollective(usize),
+}
+
+impl From<Option<OpenOperation>> for Launched {
+    #[inline(always)]
+    fn from(open: Option<OpenOperation>) -> Self {
+        open.map_or(Launched::Counted, Launched::Operation)
+    }
+}
+
+impl Launched {
+    #[inline(always)]
+    fn operation(self) -> Option<OpenOperation> {
+        if let Launched::Operation(open) = self { Some(open) } else { None }
+    }
+}
+
 /// The launch of a kernel whose arguments are known.
 #[inline]
 fn kernel_launched(
@@ -225,7 +250,7 @@ fn kernel_launched(
     function: Kernel,
     parameters: Data,
     stream: usize,
-) -> Option<OpenOperation> {
+) -> Launched {
     match ATTENTION.find(function as u64) {
         Some(kernel) => attention_launched(recorder, inside, (function, kernel), parameters, stream),
         None => by_driver(recorder, inside, Launch::Kernel(function as usize), stream),
@@ -239,7 +264,7 @@ fn attention_launched(
     (function, kernel): (Kernel, AttentionKernel),
     parameters: Data,
     stream: usize,
-) -> Option<OpenOperation> {
+) -> Launched {
     let counted = || by_driver(recorder, inside, Launch::Kernel(function as usize), stream);
     let (false, Some(what)) = (inside & IN_COLLECTIVES != 0, attention::timed(recorder, kernel, parameters)) else {
         return counted();
@@ -248,59 +273,74 @@ fn attention_launched(
     thread.seen_by_driver.set(true);
     recorder.on_stream(thread, stream, function as u64, now);
     recorder.launched(thread, header::KERNELS, now);
-    bracket::open_unless_captured(recorder, &NewOperation { stream, function: function as u64, ..what })
+    bracket::open_unless_captured(recorder, &NewOperation { stream, function: function as u64, ..what }).into()
 }
 
-/// Adds its launch configuration to a kernel that gets events. Most launches get none.
+/// Adds its launch configuration to a kernel that gets events, or to the collective that it belongs
+/// to. Most launches are neither.
 #[inline(always)]
 fn with_config(
     recorder: &'static Recorder,
     grid: [c_uint; 3],
     block: [c_uint; 3],
-    open: Option<OpenOperation>,
+    launched: Launched,
 ) -> Option<OpenOperation> {
-    if let Some(OpenOperation(index)) = open {
-        recorder.set_launch_config(index, grid, block);
+    match launched {
+        Launched::Counted => {}
+        Launched::Operation(OpenOperation(index)) => recorder.set_launch_config(index, grid, block),
+        Launched::InCollective(stream) => bracket::note_channels(recorder, stream, grid, block),
     }
-    open
+    launched.operation()
 }
 
 #[inline(always)]
 fn with_driver_config(
     recorder: &'static Recorder,
     config: *const DriverLaunchConfig,
-    open: Option<OpenOperation>,
+    launched: Launched,
 ) -> Option<OpenOperation> {
-    open?;
+    if let Launched::Counted = launched {
+        return None;
+    }
     // SAFETY: null, or the head of the caller's configuration, which is valid during the call.
     let config = unsafe { config.as_ref() };
-    config.map_or(open, |config| with_config(recorder, config.grid, config.block, open))
+    config.map_or(launched.operation(), |config| with_config(recorder, config.grid, config.block, launched))
 }
 
 #[inline(always)]
 fn with_runtime_config(
     recorder: &'static Recorder,
     config: *const RuntimeLaunchConfig,
-    open: Option<OpenOperation>,
+    launched: Launched,
 ) -> Option<OpenOperation> {
-    open?;
+    if let Launched::Counted = launched {
+        return None;
+    }
     // SAFETY: null, or the head of the caller's configuration, which is valid during the call.
     let config = unsafe { config.as_ref() };
-    config.map_or(open, |config| with_config(recorder, config.grid.sizes(), config.block.sizes(), open))
+    let with =
+        |config: &RuntimeLaunchConfig| with_config(recorder, config.grid.sizes(), config.block.sizes(), launched);
+    config.map_or(launched.operation(), with)
 }
 
 /// A launch on the driver layer. One function for all wrappers with everything inlined into it,
 /// because there are dozens of wrappers.
 #[inline(never)]
-fn by_driver(recorder: &'static Recorder, inside: u8, launch: Launch, stream: usize) -> Option<OpenOperation> {
+fn by_driver(recorder: &'static Recorder, inside: u8, launch: Launch, stream: usize) -> Launched {
     let thread = thread_state::current();
     thread.seen_by_driver.set(true);
     if inside & IN_COLLECTIVES != 0 {
         recorder.on_stream(thread, stream, kernel(launch), clock::coarse_now_ns());
         bracket::note_kernel(recorder, stream, kernel(launch));
-        return None;
+        return Launched::InCollective(stream);
     }
-    count(recorder, thread, inside, launch, stream)
+    count(recorder, thread, inside, launch, stream).into()
+}
+
+/// The launch of a graph, which has no launch configuration.
+#[inline]
+fn graph_launched(recorder: &'static Recorder, inside: u8, graph: usize, stream: usize) -> Option<OpenOperation> {
+    by_driver(recorder, inside, Launch::Graph(graph), stream).operation()
 }
 
 /// A launch on the runtime layer.

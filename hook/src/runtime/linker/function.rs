@@ -21,7 +21,7 @@ pub const SLOTS: usize = 4;
 const _: () = assert!(SLOTS <= align_of::<Function>(), "a slot fits into the low bits of a row's address");
 
 /// Number of further functions in an original's object that a row may call.
-pub const COMPANIONS: usize = 2;
+pub const COMPANIONS: usize = 3;
 
 /// Address of a wrapper.
 #[derive(Clone, Copy)]

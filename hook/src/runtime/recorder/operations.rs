@@ -5,7 +5,7 @@
 use std::sync::atomic::Ordering;
 
 use xpu_timer_proto::{
-    ring::{self, header, lane, launch, name, op, pack_dimensions, pack_halves, pack_what},
+    ring::{self, header, lane, launch, name, op, pack_channels, pack_dimensions, pack_halves, pack_what},
     v1::{CommunicatorState, Op, OpKind, OpStatus},
 };
 
@@ -139,19 +139,13 @@ impl Recorder {
         slot.next.store(0, Ordering::Relaxed);
         slot.follower.store(0, Ordering::Relaxed);
 
-        let (communicator, seq, count) = what.matmul.map_or((what.communicator, what.seq, what.count), |shape| {
-            (
-                pack_halves(shape.m, shape.n),
-                pack_halves(shape.k, shape.batch),
-                pack_halves(shape.trans_a, shape.trans_b),
-            )
-        });
+        let [first, second, third, fourth, fifth, sixth] = what.words(thread.group.get());
         let values = [
             (op::WHAT, pack_what(what.kind, what.op, what.dtype, what.reduce, thread.tid())),
-            (op::COMMUNICATOR, communicator),
-            (op::SEQ, seq),
-            (op::COUNT, count),
-            (op::PEER, u64::from(what.peer as u32)),
+            first,
+            second,
+            third,
+            fourth,
             (op::STREAM, what.stream as u64),
             (op::ENTERED_NS, now),
             (op::RETURNED_NS, 0),
@@ -160,8 +154,8 @@ impl Recorder {
             (op::STATUS, pack_halves(OpStatus::Pending as u32, 0)),
             (op::DEVICE_NS, 0),
             (op::FUNCTION, what.function),
-            (op::GROUP, thread.group.get()),
-            (op::TAG, what.tag.map_or(0, |tag| pack_halves(tag as u32, 1))),
+            fifth,
+            sixth,
         ];
         publish(self.ring.op(index), ticket, values);
         if self.stacks.are_wanted() {
@@ -176,6 +170,16 @@ impl Recorder {
         if self.op(index) == Op::Kernel {
             words[launch::GRID].store(pack_dimensions(grid), Ordering::Relaxed);
             words[launch::BLOCK].store(pack_dimensions(block), Ordering::Relaxed);
+        }
+    }
+
+    /// Records the size of the first kernel of a collective.
+    pub fn set_channels(&self, index: usize, blocks: u32, threads: u32) {
+        let word = &self.ring.op(index)[op::PEER];
+        // Only the launching thread writes this word.
+        let peer = word.load(Ordering::Relaxed);
+        if peer >> 32 == 0 {
+            word.store(pack_halves(peer as u32, pack_channels(blocks, threads)), Ordering::Relaxed);
         }
     }
 

@@ -46,6 +46,8 @@ const BIAS: i32 = 8;
 const RELU: u64 = 2;
 const WITH_BIAS: u64 = 4;
 
+/// The number of the only algorithm.
+const ALGORITHM: u8 = 21;
 /// Size of a heuristic result, in bytes.
 const RESULT_BYTES: usize = 88;
 
@@ -170,9 +172,24 @@ blas_api! {
         if wanted < 1 {
             return Err(Status::INVALID_VALUE);
         }
-        // One algorithm, all zero: it needs no workspace, and its state is success.
-        results.set([0; RESULT_BYTES])?;
+        // One algorithm, whose first byte is its number. It needs no workspace, and its state is
+        // success.
+        let mut result = [0; RESULT_BYTES];
+        result[0] = ALGORITHM;
+        results.set(result)?;
         Ok(count.set(1)?)
+    }
+
+    fn cublasLtMatmulAlgoConfigGetAttribute(
+        algorithm: In<u8>, attribute: i32, value: usize, size: usize, written: Out<usize>
+    ) {
+        let number = u64::from(algorithm.get()?);
+        written.set_if_wanted(4);
+        if attribute != 0 || value == 0 || size < 4 {
+            return Err(Status::INVALID_VALUE);
+        }
+        copy(value, (&raw const number) as usize, 4);
+        Ok(())
     }
 
     fn cublasLtMatmul(

@@ -333,7 +333,9 @@ for attribute, value in ((3, c_int(1)), (7, c_int(4)), (8, P(bias.buffer_info()[
     ok(lt.cublasLtMatmulDescSetAttribute(product, attribute, byref(value), ctypes.c_size_t(sizeof(value))))
 for layout, (rows, columns) in zip(layouts, ((3, 2), (3, 2), (2, 2))):
     ok(lt.cublasLtMatrixLayoutCreate(byref(layout), 0, c_uint64(rows), c_uint64(columns), c_int64(rows)))
-ok(lt.cublasLtMatmul(None, product, byref(one), A, layouts[0], B, layouts[1], byref(zero), C, layouts[2], C, layouts[2], None,
+chosen, found = ctypes.create_string_buffer(88), c_int()
+ok(lt.cublasLtMatmulAlgoGetHeuristic(None, product, *layouts, layouts[2], None, 1, chosen, byref(found)))
+ok(lt.cublasLtMatmul(None, product, byref(one), A, layouts[0], B, layouts[1], byref(zero), C, layouts[2], C, layouts[2], chosen,
                      None, ctypes.c_size_t(0), stream.handle))
 stream.synchronize()
 assert c[:4].tolist() == [107, 216, 111, 223], c
@@ -359,15 +361,19 @@ fn matrix_products_of_every_form_have_their_shape() {
                 let shape = one.matmul.as_ref().unwrap();
                 assert_eq!((one.kind(), one.dtype().as_str_name()), (OpKind::Kernel, "DATA_TYPE_FLOAT32"));
                 assert!(one.completed_ns > 0 && one.stream > 2, "timed on the stream of its handle: {one:?}");
-                (&*one.function, [shape.batch, shape.m, shape.n, shape.k], [shape.trans_a, shape.trans_b])
+                assert_eq!((one.peer, one.group, one.tag), (-1, 0, None), "their words have the strides");
+                let sizes = [shape.batch, shape.m, shape.n, shape.k];
+                let lds = [shape.lda, shape.ldb, shape.ldc];
+                let strides = [shape.stride_a, shape.stride_b, shape.stride_c];
+                (&*one.function, sizes, [shape.trans_a, shape.trans_b], lds, strides, shape.algorithm)
             })
             .collect();
         let expected = [
-            ("cublasSgemm_v2", [1, 2, 2, 3], [0, 0]),
-            ("cublasGemmEx", [1, 2, 2, 3], [1, 1]),
-            ("cublasGemmStridedBatchedEx", [2, 1, 2, 3], [0, 0]),
-            ("cublasSgemm_v2_64", [1, 2, 1, 3], [0, 0]),
-            ("cublasLtMatmul", [1, 2, 2, 3], [1, 0]),
+            ("cublasSgemm_v2", [1, 2, 2, 3], [0, 0], [2, 3, 2], [0; 3], None),
+            ("cublasGemmEx", [1, 2, 2, 3], [1, 1], [3, 2, 2], [0; 3], Some(-1)),
+            ("cublasGemmStridedBatchedEx", [2, 1, 2, 3], [0, 0], [1, 3, 1], [3, 0, 2], Some(-1)),
+            ("cublasSgemm_v2_64", [1, 2, 1, 3], [0, 0], [2, 3, 2], [0; 3], None),
+            ("cublasLtMatmul", [1, 2, 2, 3], [1, 0], [3, 3, 2], [0; 3], Some(21)),
         ];
         assert_eq!(shapes, expected);
         assert_eq!(record.kernels_launched, 5, "each is one kernel, too");

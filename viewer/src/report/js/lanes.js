@@ -47,6 +47,15 @@ function clocksText(clocks) {
   return parts.join(" ");
 }
 
+/** How many operations are missing in which lanes; empty if there are none. */
+function lostText(lanes) {
+  const cut = lanes.filter(({ lost }) => lost);
+  if (!cut.length) return "";
+  const ranks = cut.map(({ rank }) => rank);
+  const count = cut.reduce((sum, { lost }) => sum + lost, 0);
+  return `${plural(count, "operation")} of ${plural(ranks.length, "rank")} ${count > 1 ? "are" : "is"} missing (${ranksText(ranks.flatMap((rank) => [rank, rank]), 5)}): white space in the lanes marked with “gaps” may have been busy.`;
+}
+
 function buildLanes() {
   const section = byId("lanes");
   const L = D.lanes;
@@ -69,17 +78,23 @@ function buildLanes() {
   const reset = button("lanes-reset", "All", () => showSpan(0, L.span_us));
   const toHang = L.behind_us === null ? null : button("lanes-hang", "The hang", () => goTo(L.behind_us, 6e5));
   const key = (name, text) => el("span", { class: "lanes-key" }, el("i", { class: `lane-${name}` }), text);
+  const lost = lostText(L.lanes);
   const behind = L.behind_us === null ? "" : ` At time 0, the dashed line, the first rank${CULPRITS.length ? ` (${ranksText(CULPRITS, 3)})` : ""} fell behind.`;
   section.append(
     ...heading("lanes-title", "Before the hang", `One lane a rank, ${timeText(Math.round(L.span_us / 1000))} in all: communication above, kernels and copies below${hasPython ? ", sampled Python functions at the bottom" : ""}. A hatched bar waits for its peers; white space is time on the host.${behind} Drag to zoom; Ctrl and the wheel zoom as well.`),
     el("div", { class: "tools" }, zoomIn, zoomOut, reset, toHang, search, found),
     el("p", { id: "lanes-clocks", class: L.clocks?.refused.length ? "lanes-clocks warning" : "lanes-clocks", hidden: !L.clocks }, clocksText(L.clocks)),
+    el("p", { id: "lanes-lost", class: "lanes-clocks warning", hidden: !lost }, lost),
     el("div", { class: "lanes-keys" }, key("communication", "collective, send or receive"), key("waiting", "waits for its peers"), key("host", "host call"), key("compute", "kernel, product or graph"), key("copy", "copy"), hasPython ? key("python", "Python function, sampled: a colour each") : null),
     box,
     detail,
   );
 
-  const isUnaligned = (rank) => LANES.get(rank).unaligned;
+  /** What is wrong with the lanes of ranks, behind the label of their row. */
+  const marksOf = (ranks) => {
+    const has = (what) => ranks.some((rank) => LANES.get(rank)[what]);
+    return (has("unaligned") ? " · clock?" : "") + (has("lost") ? " · gaps" : "");
+  };
   /** The rows: a culprit, the first rank of a group, or a rank of an open group. */
   function rows() {
     const list = [];
@@ -93,15 +108,15 @@ function buildLanes() {
       }
       const culprits = ranks.filter((rank) => containsRank(CULPRITS, rank));
       const others = ranks.filter((rank) => !containsRank(CULPRITS, rank));
-      for (const rank of culprits) list.push({ rank, culprit: true, doubt: isUnaligned(rank) });
+      for (const rank of culprits) list.push({ rank, culprit: true, marks: marksOf([rank]) });
       const isOpen = state.open.has(index);
       const shown = isOpen ? others : others.slice(0, 1);
-      shown.forEach((rank, at) => list.push({ rank, index: at === 0 && others.length > 1 ? index : null, more: at === 0 ? others.length - 1 : 0, doubt: isOpen ? isUnaligned(rank) : others.some(isUnaligned) }));
+      shown.forEach((rank, at) => list.push({ rank, index: at === 0 && others.length > 1 ? index : null, more: at === 0 ? others.length - 1 : 0, marks: marksOf(isOpen ? [rank] : others) }));
     }
     const grouped = new Set(list.map(({ rank }) => rank));
     // Ranks without a dump are in no group.
     for (const { rank } of L.lanes) {
-      if (!grouped.has(rank) && !groupOf(rank)) list.push({ rank, culprit: containsRank(CULPRITS, rank), more: 0, doubt: isUnaligned(rank) });
+      if (!grouped.has(rank) && !groupOf(rank)) list.push({ rank, culprit: containsRank(CULPRITS, rank), more: 0, marks: marksOf([rank]) });
     }
     return list.sort((a, b) => Boolean(b.culprit) - Boolean(a.culprit));
   }
@@ -215,7 +230,7 @@ function buildLanes() {
     pen.font = `${row.culprit ? "700" : "500"} 12px system-ui, sans-serif`;
     const sign = row.index === undefined || row.index === null ? "" : state.open.has(row.index) ? "▾ " : "▸ ";
     const more = row.more > 0 && !state.open.has(row.index) ? ` and ${row.more} more` : "";
-    pen.fillText(`${sign}rank ${row.rank}${more}${row.doubt ? " · clock?" : ""}`, 8, y + 17, LABEL - 14);
+    pen.fillText(`${sign}rank ${row.rank}${more}${row.marks}`, 8, y + 17, LABEL - 14);
   }
 
   let asked = false;
