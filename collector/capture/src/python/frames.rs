@@ -23,6 +23,7 @@ const MAX_CHUNK_BYTES: u64 = 1 << 20;
 
 const THREAD: &str = "the state of a thread";
 const FRAME: &str = "a frame";
+const ROOT: &str = "the root of a chain of frames";
 
 /// A frame whose code is not read yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,8 +119,13 @@ pub(super) fn fetch<'a>(
 /// Follows the chain of one thread.
 pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState) -> Chain {
     let mut chain = Chain::default();
-    chain.problem =
-        first_frame(memory, layout, thread, &mut chain).and_then(|()| follow(memory, layout, &mut chain)).err();
+    let followed = first_frame(memory, layout, thread, &mut chain).and_then(|()| follow(memory, layout, &mut chain));
+    chain.problem = match (followed, chain.frames.last()) {
+        // From 3.12 on, a frame of C code is the root. A chain that ends before it was followed into
+        // a generator that has yielded meanwhile.
+        (Ok(false), Some(last)) if layout.minor >= 12 => Some(ReadError { what: ROOT, address: last.address }),
+        (followed, _) => followed.err(),
+    };
     finish(layout, chain)
 }
 
@@ -154,18 +160,21 @@ fn first_frame(
     Ok(())
 }
 
-fn follow(memory: &mut Snapshot, layout: &Layout, chain: &mut Chain) -> Result<(), ReadError> {
+/// Follows a chain to its end. Returns whether the last frame is one of C code.
+fn follow(memory: &mut Snapshot, layout: &Layout, chain: &mut Chain) -> Result<bool, ReadError> {
     let mut frame = chain.first;
+    let mut is_from_c = false;
     let mut bytes = vec![0; layout.frame_size as usize];
     for _ in 0..MAX_FRAMES {
         if frame == 0 {
-            return Ok(());
+            return Ok(is_from_c);
         }
         if !memory.copy(frame, &mut bytes) {
             return Err(ReadError { what: FRAME, address: frame });
         }
         let words = FrameWords::parse(layout, &bytes);
-        if words.is_from_c {
+        is_from_c = words.is_from_c;
+        if is_from_c {
             // From 3.12 on, C code that enters the interpreter leaves a frame of its own below.
             if let Some(called) = chain.frames.last_mut() {
                 called.entry = true;
