@@ -642,6 +642,8 @@ fn the_timelines_of_all_nodes_are_fetched_in_one_call() {
     for rank in 0..2 {
         let (_, operations) = read(&incident.path.join(format!("{rank:05}-00002.ops")));
         assert!(all_reduces(&operations).ends_with(&[199, 200]), "{:?}", all_reduces(&operations));
+        let samples = read_samples(&incident.path.join(format!("{rank:05}-00002.samples")));
+        assert!(samples.threads.iter().any(|thread| thread.main && !thread.stack.is_empty()), "{samples:?}");
     }
     drop(ranks);
 }
