@@ -1,5 +1,6 @@
 //! Traces chosen Python functions from inside, and garbage collections, where the user asks for it
-//! with `XPU_TIMER_HOST_TRACING_FUNC`. Without the variable, nothing here runs.
+//! with `XPU_TIMER_HOST_TRACING_FUNC`. With this variable or an exit plugin, it also keeps the
+//! exceptions that nobody catches. Without both, nothing here runs.
 //!
 //! The watcher finds the interpreter and adds a pending call. The main thread of the program
 //! executes it between two instructions, with the GIL, and registers native functions: with
@@ -13,6 +14,7 @@
 
 pub(crate) mod callbacks;
 pub(crate) mod interpreter;
+pub(crate) mod uncaught;
 pub(crate) mod vectorcall;
 
 use std::{
@@ -159,6 +161,7 @@ static COLLECTIONS_INDEX: AtomicI64 = AtomicI64::new(-1);
 /// What the watcher and the callbacks share. Neither waits for the other.
 struct State {
     targets: Vec<(Target, Progress)>,
+    exceptions: uncaught::Listener,
     /// `None` before the installation, and if functions cannot be traced.
     way: Option<Way>,
     /// Lines for the log.
@@ -200,13 +203,15 @@ enum Progress {
 
 impl State {
     const fn new() -> Self {
-        State { targets: Vec::new(), way: None, messages: Vec::new() }
+        State { targets: Vec::new(), exceptions: uncaught::Listener::new(), way: None, messages: Vec::new() }
     }
 }
 
 /// The part of the watcher.
 pub struct Tracing {
     is_on: bool,
+    /// Whether functions are traced; else only exceptions are kept.
+    has_targets: bool,
     begun_ns: u64,
     /// Number of pending calls so far.
     calls: usize,
@@ -220,9 +225,11 @@ const LOOKS_NS: [u64; 4] = [0, 500_000_000, 2_000_000_000, 8_000_000_000];
 const PATIENCE_NS: u64 = 30_000_000_000;
 
 impl Tracing {
-    /// Traces these functions.
-    pub fn new(recorder: &Recorder, targets: Vec<Target>) -> Self {
-        let is_on = !targets.is_empty();
+    /// Traces these functions. Keeps uncaught exceptions if there is a function or a plugin wants
+    /// them.
+    pub fn new(recorder: &Recorder, targets: Vec<Target>, wants_exceptions: bool) -> Self {
+        let has_targets = !targets.is_empty();
+        let is_on = has_targets || wants_exceptions;
         if is_on && let Ok(mut state) = STATE.try_lock() {
             if STAGE.load(Ordering::Acquire) < INSTALLED {
                 // In a forked child, the interpreter has lost what the parent added.
@@ -231,7 +238,7 @@ impl Tracing {
             }
             recorder.name_traced_functions(state.targets.iter().map(|(target, _)| target.name.as_str()));
         }
-        Tracing { is_on, begun_ns: clock::now_ns(), calls: 0, has_reported: false }
+        Tracing { is_on, has_targets, begun_ns: clock::now_ns(), calls: 0, has_reported: false }
     }
 
     /// A turn of the watcher. Returns lines for the log. `is_last` is whether the process ends.
@@ -249,14 +256,14 @@ impl Tracing {
                 Some(api) if api.version() < (3, 8) => {
                     let (major, minor) = api.version();
                     self.is_on = false;
-                    messages.push(format!("{VARIABLE} needs CPython 3.8 or newer, and this is {major}.{minor}"));
+                    let text = || format!("{VARIABLE} needs CPython 3.8 or newer, and this is {major}.{minor}");
+                    messages.extend(self.has_targets.then(text));
                 }
                 Some(api) => _ = API.get_or_init(|| api),
                 None if age_ns > PATIENCE_NS => {
                     self.is_on = false;
-                    messages.push(format!(
-                        "{VARIABLE} has no effect: this process has no Python, or one whose functions are not exported"
-                    ));
+                    let reason = "this process has no Python, or one whose functions are not exported";
+                    messages.extend(self.has_targets.then(|| format!("{VARIABLE} has no effect: {reason}")));
                 }
                 None => {}
             },
@@ -339,6 +346,7 @@ unsafe extern "C" fn pending(_: *mut c_void) -> c_int {
 /// Registers the native functions. `None` if that is not possible; then the log says why.
 fn install(api: &'static Api, state: &mut State) -> Option<()> {
     NONE.store(api.none(), Ordering::Release);
+    state.exceptions.listen(api);
     if let Some(index) = state.targets.iter().position(|(target, _)| target.path.is_empty()) {
         let callbacks = api.builtin_module(c"gc").and_then(|gc| api.attribute(&gc, c"callbacks"));
         let added = callbacks.and_then(|list| api.call(&list, c"append", &[&api.of_native(&ON_COLLECTION)?]));
@@ -349,6 +357,9 @@ fn install(api: &'static Api, state: &mut State) -> Option<()> {
     }
     let at_exit = api.builtin_module(c"atexit")?;
     api.call(&at_exit, c"register", &[&api.of_native(&ON_END)?])?;
+    if state.targets.is_empty() {
+        return Some(());
+    }
     // The function that loads modules shows when others appear.
     let loader = api.attribute(&api.loaded_module(c"_frozen_importlib")?, c"_find_and_load")?;
     let way = if api.version() < (3, 12) {
@@ -457,6 +468,7 @@ static LOADER: AtomicPtr<interpreter::PyObject> = AtomicPtr::new(std::ptr::null_
 
 /// Looks for the functions that are not traced yet.
 fn resolve(api: &'static Api, state: &mut State) {
+    state.exceptions.listen(api);
     let State { targets, way: Some(way), .. } = state else { return };
     for (index, (target, progress)) in targets.iter_mut().enumerate() {
         if matches!(progress, Progress::Traced | Progress::Native | Progress::Generator) {

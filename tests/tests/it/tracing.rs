@@ -380,6 +380,12 @@ def described():
     texts = str(inspect.signature(plain)), inspect.getdoc(plain), inspect.isfunction(plain)
     return [other is plain for other in same], values, kinds, made, texts
 
+def hooks():
+    originals = sys.__excepthook__, getattr(threading, "__excepthook__", threading.excepthook)
+    current = sys.excepthook, threading.excepthook
+    same = [one is other for one, other in zip(current, originals)]
+    return same, [(one.__name__, one.__module__, repr(type(one))) for one in current]
+
 def debugged():
     commands = io.StringIO("break plain\ncontinue\nwhere\nnext\ncontinue\ncontinue\nclear 1\ncontinue\n")
     output = io.StringIO()
@@ -392,7 +398,7 @@ cuda.Buffer(8)
 deadline = time.monotonic() + 30
 while "WAITS" in os.environ and not gc.callbacks and time.monotonic() < deadline:
     time.sleep(0.001)
-results = [events_of(sys.setprofile), events_of(sys.settrace), profiled(), monitored(), debugged(), described(), work()]
+results = [events_of(sys.setprofile), events_of(sys.settrace), profiled(), monitored(), debugged(), described(), hooks(), work()]
 print(json.dumps(results))
 if "WAITS" in os.environ and hasattr(sys, "monitoring"):
     assert sys.monitoring.get_tool(4) == "xpu_timer"
