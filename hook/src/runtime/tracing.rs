@@ -181,9 +181,9 @@ struct Monitoring {
     tool: i64,
     /// The events of a traced function.
     events: i64,
-    /// `PY_UNWIND`.
-    unwind: i64,
-    listens_to_unwinding: bool,
+    /// The events that exist only for all functions together, until they are enabled with the first
+    /// traced function; 0 for none.
+    of_all: i64,
 }
 
 /// What is known of a function.
@@ -404,8 +404,13 @@ impl Monitoring {
             (c"PY_YIELD", &ON_END_OF_CALL),
         ];
         let all = all.into_iter().try_fold(0, |all, (event, method)| Some(all | register(event, method)?))?;
-        let unwind = register(c"PY_UNWIND", &ON_END_OF_CALL)?;
-        let registered = Monitoring { tool, events: all, unwind, listens_to_unwinding: false };
+        let of_exceptions = register(c"PY_UNWIND", &ON_END_OF_CALL)? | register(c"PY_THROW", &ON_THROW)?;
+        let has_local = api.version() >= (3, 15);
+        let registered = Monitoring {
+            tool,
+            events: if has_local { all | of_exceptions } else { all },
+            of_all: if has_local { 0 } else { of_exceptions },
+        };
         let code = api.attribute(loader, c"__code__")?;
         LOADER.store(code.0, Ordering::Release);
         registered.set_events(api, c"set_local_events", &[&code], api.number(&events, c"PY_RETURN")?)?;
@@ -424,8 +429,9 @@ impl Monitoring {
     /// Traces a function.
     fn trace(&mut self, api: &'static Api, function: &Owned, index: usize) -> Option<()> {
         let code = api.attribute(function, c"__code__")?;
-        if !std::mem::replace(&mut self.listens_to_unwinding, true) {
-            self.set_events(api, c"set_events", &[], self.unwind);
+        let of_all = std::mem::take(&mut self.of_all);
+        if of_all != 0 {
+            self.set_events(api, c"set_events", &[], of_all);
         }
         if CODES.add(code.0 as usize, index) {
             self.set_events(api, c"set_local_events", &[&code], self.events);
@@ -520,6 +526,7 @@ fn function_of(api: &'static Api, function: Owned, depth: usize) -> Option<Owned
 }
 
 static ON_BEGIN: Method = Method::new(c"xpu_timer_call_begins", on_begin);
+static ON_THROW: Method = Method::new(c"xpu_timer_call_continues", on_throw);
 static ON_END_OF_CALL: Method = Method::new(c"xpu_timer_call_ends", on_end_of_call);
 static ON_COLLECTION: Method = Method::new(c"xpu_timer_collection", on_collection);
 static ON_END: Method = Method::new(c"xpu_timer_interpreter_ends", interpreter_ends);
@@ -553,6 +560,13 @@ unsafe extern "C" fn on_begin(_: Reference, arguments: *const Reference, count: 
     // SAFETY: called by the interpreter.
     let code = unsafe { first(arguments, count) };
     in_callback(|| callbacks::began(code));
+    none()
+}
+
+unsafe extern "C" fn on_throw(_: Reference, arguments: *const Reference, count: isize) -> Reference {
+    // SAFETY: called by the interpreter.
+    let code = unsafe { first(arguments, count) };
+    in_callback(|| callbacks::thrown_into(code));
     none()
 }
 

@@ -14,8 +14,8 @@ use xpu_timer_proto::{
     v1::{Op, Operation},
 };
 use xpu_timer_tests::{
-    Job, PATIENCE, Process, PypiTorch, artifacts, forky_with_torch, http, python_version, run_in_forky, skip, tree,
-    wait_until,
+    Job, PATIENCE, Process, PypiTorch, artifacts, forky_python, forky_with_torch, http, python_version, run_in_forky,
+    skip, tree, wait_until,
 };
 
 use crate::metrics::{page, samples};
@@ -24,14 +24,18 @@ const VARIABLE: &str = "XPU_TIMER_HOST_TRACING_FUNC";
 
 /// CPythons without `sys.monitoring`, of which 3.11 executes calls in its own way, and with it.
 const VERSIONS: [&str; 4] = ["3.8", "3.11", "3.12", "3.13"];
+/// Those of the second Debian. From 3.15 on, exceptions have events of single functions.
+const FORKY: [&str; 2] = ["3.14", "3.15"];
 /// Those without.
 const OLD: [&str; 2] = ["3.8", "3.11"];
 
 /// Functions of `traced.py`, `late.py` and `later.py`, and how often they are called.
-const CALLS: [(&str, u64); 14] = [
+const CALLS: [(&str, u64); 15] = [
     ("plain", 3),
     // Three items and the end.
     ("__main__@items", 4),
+    // The begin, the exception that is thrown into it, and the end.
+    ("resumed", 3),
     ("hot", 7),
     ("from_c", 4),
     ("__main__@Loader@made", 2),
@@ -70,6 +74,12 @@ def plain(seconds):
 def items(count):
     for item in range(count):
         yield item
+
+def resumed():
+    try:
+        yield 1
+    except ValueError:
+        yield 2
 
 def hot():
     pass
@@ -141,6 +151,8 @@ while "WAITS" in os.environ and not gc.callbacks and time.monotonic() < deadline
 for _ in range(3):
     plain(0.02)
 assert list(items(3)) == [0, 1, 2]
+generator = resumed()
+assert [next(generator), generator.throw(ValueError), next(generator, 3)] == [1, 2, 3]
 assert list(Loader.made()) == [4, 3, 2, 1, 0]
 loop(7)
 assert sorted(map(from_c, range(3))) + sorted([3], key=from_c) == [0, 1, 2, 3]
@@ -187,9 +199,15 @@ fn program(job: &Job, python: &Path, launched: bool) -> Command {
 /// The CPythons that are there, and whether each is without `sys.monitoring`.
 fn pythons() -> Vec<(PathBuf, bool)> {
     let known = VERSIONS.iter().filter_map(|version| Some((python_version(version)?, OLD.contains(version))));
-    let found: Vec<(PathBuf, bool)> = known.collect();
+    let mut found: Vec<(PathBuf, bool)> = known.collect();
     if found.len() < VERSIONS.len() {
         skip(&format!("one of CPython {} is missing (pyenv)", VERSIONS.join(", ")));
+    }
+    for version in FORKY {
+        match forky_python(version) {
+            Ok(python) => found.push((python, false)),
+            Err(error) => skip(&format!("CPython {version}: {error:#}")),
+        }
     }
     found
 }
@@ -252,7 +270,7 @@ fn every_call_is_in_the_timeline_and_the_metrics() {
         };
         let expected = |name: &str, calls: u64| match name {
             "recursive" => calls - TOO_DEEP,
-            "__main__@items" if is_old => 0,
+            "__main__@items" | "resumed" if is_old => 0,
             _ => calls,
         };
         let mut text = String::new();
@@ -295,7 +313,7 @@ fn every_call_is_in_the_timeline_and_the_metrics() {
         let mut missing =
             "not traced: os@nothing (does not exist); not_imported@function (its module is not imported)".to_string();
         if is_old {
-            missing += "; __main__@items (a generator or coroutine, which needs CPython 3.12)";
+            missing += "; __main__@items, resumed (a generator or coroutine, which needs CPython 3.12)";
         }
         assert!(lines[1].ends_with(&missing), "{logs}");
     }
