@@ -23,6 +23,8 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
+import types
 import urllib.request
 
 LIVES_AFTER = 4
@@ -134,6 +136,31 @@ def error_file():
     with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
         json.dump({"message": error}, file)
     os._exit(1)
+
+
+def log_elsewhere():
+    """Uncaught exceptions go to a file alone, as in a program with a logger."""
+    log = open(os.devnull, "w")
+    sys.excepthook = lambda *error: traceback.print_exception(*error, file=log)
+    threading.excepthook = lambda about: print(about.exc_value, file=log)
+
+
+def listened_to():
+    """Waits until the hook listens to uncaught exceptions, if it is to."""
+    is_wanted = any(os.environ.get(name) for name in ("XPU_TIMER_HOST_TRACING_FUNC", "XPU_TIMER_EXIT_HOOK_PLUGIN"))
+    deadline = time.monotonic() + 30
+    while is_wanted and isinstance(sys.excepthook, types.FunctionType) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def elsewhere():
+    listened_to()
+    bad_sample()
+
+
+def elsewhere_in_thread():
+    listened_to()
+    thread()
 
 
 def oom_kill():
@@ -266,6 +293,8 @@ WAYS = {
     "forked": forked,
     "retries": retries,
     "error-file": error_file,
+    "elsewhere": elsewhere,
+    "elsewhere-thread": elsewhere_in_thread,
     "segv": segv,
     "segv-faulthandler-first": segv,
     "segv-faulthandler-later": segv_traced,
@@ -306,6 +335,8 @@ def train(way):
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if way == "segv-faulthandler-first":
         faulthandler.enable()
+    if way.startswith("elsewhere"):
+        log_elsewhere()
     if way == "torch-gloo":
         torch_group()
     import cuda
@@ -335,7 +366,8 @@ def start(way):
             command = [sys.executable, __file__, way]
             ranks.append(subprocess.Popen(command, env=variables, stderr=open(f"{folder}/{rank}", "wb")))
         try:
-            status = ranks[1].wait(LIVES_AFTER if way in ("thread", "callback", "del", "forked", "retries") else 60)
+            lives = way in ("thread", "callback", "del", "forked", "retries", "elsewhere-thread")
+            status = ranks[1].wait(LIVES_AFTER if lives else 60)
         except subprocess.TimeoutExpired:
             status = None
         with open(f"{folder}/1", "rb") as file:

@@ -100,6 +100,30 @@ pub(crate) fn built_free_threaded(version: &str) -> Result<PathBuf> {
     Ok(root.join("bin").join(name))
 }
 
+/// A program of this root of the file system that is one of the CPythons of the second Debian, with
+/// the linker and the libraries that it needs.
+///
+/// # Errors
+/// It cannot be set up; one line.
+pub fn forky_python(version: &str) -> Result<PathBuf> {
+    let root = forky()?;
+    let programs = set_up("forky-python", |folder| {
+        for name in PACKAGES.split(',') {
+            let text = format!(
+                "#!/bin/sh\nroot={}\nexport PYTHONHOME=$root/usr\nlibraries=$root/usr/lib/x86_64-linux-gnu\n\
+                 exec $root/usr/lib64/ld-linux-x86-64.so.2 --library-path ${{LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}}$libraries \
+                 $root/usr/bin/{name} \"$@\"\n",
+                root.display()
+            );
+            let program = folder.join(name);
+            fs::write(&program, text)?;
+            fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+        }
+        Ok(())
+    })?;
+    Ok(programs.join(format!("python{version}")))
+}
+
 /// A command that runs a program in a root, with its own mount and PID namespaces, its own `/proc`,
 /// and pid 1. Killing the command's process ends everything inside.
 #[must_use]

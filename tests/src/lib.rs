@@ -16,7 +16,7 @@ mod tools;
 pub use archive::{fuzz_corpus, keep_fuzz_corpus, rank6_dumps, read_archive, write_archive, write_files};
 pub use artifacts::{Artifacts, INSTALLED, PACKAGES, artifacts, copy_stripped, old_enough, write_wheel};
 pub use fake_collector::{FakeCollector, RECONNECT, ReadMode};
-pub use forky::{apt_get, forky, forky_headers, forky_with_torch, only_child, run_in_forky};
+pub use forky::{apt_get, forky, forky_headers, forky_python, forky_with_torch, only_child, run_in_forky};
 pub use job::{Incident, Job, LAUNCHED_BY, end_jobs_on_signal};
 pub use needs::{DEBIAN_PYTHON, NEEDS, Need, lacks, missing};
 pub use process::{Output, Process, copy_program};

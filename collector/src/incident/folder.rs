@@ -185,9 +185,10 @@ impl Folder {
     /// timelines come all the same.
     pub fn announce_timelines(&self) {
         let text = format!(
-            "The timelines of the ranks (*.{}) are still coming. When they are here, report.html is drawn again, and \
-             this file is removed.\n{}\n",
+            "The timelines of the ranks (*.{}, *.{}) are still coming. When they are here, report.html is drawn again, \
+             and this file is removed.\n{}\n",
             timeline::EXTENSION,
+            samples::EXTENSION,
             own_stamp()
         );
         if let Err(error) = self.write(timeline::PENDING, text.as_bytes()) {

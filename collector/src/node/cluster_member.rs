@@ -118,18 +118,20 @@ pub fn send_part(incident: &str, part: &PartLocation, sender: &DeliverySender) {
     }
 }
 
-/// Sends the wanted files in pieces: first the `.stacktrace` files, then the timelines.
+/// Sends the wanted files in pieces: first the `.stacktrace` files, then the timelines, which are
+/// written after them.
 pub fn send_files(fetch: &FetchFiles, folder: &Path, sender: &DeliverySender) {
     let incident = &fetch.incident;
     let send = |file: DumpFile| sender.blocking_send(Delivery { message: Some(delivery::Message::File(file)) }).is_ok();
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
-    names.sort_by_key(|name| (name.ends_with(timeline::EXTENSION), name.clone()));
+    let is_timeline = |name: &str| timeline::rank_of_file(Path::new(name)).is_some();
+    names.sort_by_key(|name| (is_timeline(name), name.clone()));
     info!("incident {incident}: sending files to the cluster collector");
     let is_of_kind = |name: &str| match fetch.kind() {
         FileKind::Unspecified => true,
-        FileKind::Stacktrace => !name.ends_with(timeline::EXTENSION),
-        FileKind::Timeline => name.ends_with(timeline::EXTENSION),
+        FileKind::Stacktrace => !is_timeline(name),
+        FileKind::Timeline => is_timeline(name),
     };
     for name in names.into_iter().filter(|name| is_of_kind(name)) {
         let is_wanted = |rank| fetch.ranks.iter().any(|run| (run.first..=run.last).contains(&rank));
@@ -272,5 +274,38 @@ impl Member {
         {
             warn!("cannot start a thread for a delivery: {error}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::v1::RankRun;
+
+    use super::*;
+
+    #[test]
+    fn the_files_that_are_written_after_the_verdict_are_fetched_as_timelines() {
+        let folder = tempfile::tempdir().unwrap();
+        let of_rank = |rank: u32| ["ops", "samples", "stacktrace"].map(|kind| format!("{rank:05}-00002.{kind}"));
+        for name in [of_rank(0), of_rank(1), ["evidence.bin", "verdict.txt", "report.html"].map(String::from)].concat()
+        {
+            std::fs::write(folder.path().join(name), "x").unwrap();
+        }
+        let names = |kind: FileKind| {
+            let ranks = vec![RankRun { first: 1, last: 1 }];
+            let fetch = FetchFiles { ranks, kind: kind.into(), ..FetchFiles::default() };
+            let (sender, mut pieces) = mpsc::channel(16);
+            send_files(&fetch, folder.path(), &sender);
+            drop(sender);
+            let piece = || match pieces.blocking_recv()?.message? {
+                delivery::Message::File(file) => Some(file.name),
+                other => panic!("a file: {other:?}"),
+            };
+            std::iter::from_fn(piece).collect::<Vec<_>>()
+        };
+        let [operations, samples, stacks] = of_rank(1);
+        assert_eq!(names(FileKind::Stacktrace), [stacks.as_str(), ""]);
+        assert_eq!(names(FileKind::Timeline), [operations.as_str(), &samples, ""]);
+        assert_eq!(names(FileKind::Unspecified), [stacks.as_str(), &operations, &samples, ""]);
     }
 }

@@ -1,6 +1,6 @@
 //! Why a process failed: the last traceback or line that it wrote to its standard error, the error
 //! file of torchelastic, the exceptions that its threads are handling, and its fatal signal. All of
-//! it is read from outside.
+//! that is read from outside. Where the hook listens to uncaught exceptions, the last of those.
 
 use std::{
     path::Path,
@@ -44,6 +44,9 @@ const FILE_DEADLINE: Duration = Duration::from_millis(200);
 /// Maximum number of exceptions of one process that are being handled.
 const MOST_HANDLED: usize = 8;
 
+/// What a process writes so soon after an uncaught exception reports that exception.
+const REPORT_NS: u64 = 1_000_000_000;
+
 /// How the lines begin that PyTorch adds to the text of an error of CUDA.
 const CUDA_ADVICE: [&str; 5] = [
     "Search for `cuda",
@@ -73,9 +76,17 @@ pub fn of_process(ring: Option<&RingFile>, process: Option<&Handle>, exit: &str,
         let last = ring::read_last_text(|offset, buffer| ring.read_at(offset, buffer), entry).ok()??;
         Some((String::from_utf8_lossy(&last.text).into_owned(), now_ns.saturating_sub(last.last_ns)))
     };
-    if let Some((text, age_ns)) = text(stderr::OWN) {
-        found.extend(of_text(&text, age_ns, Exit::of(exit), &found));
+    let own = text(stderr::OWN);
+    let mut uncaught =
+        text(stderr::UNCAUGHT).and_then(|(text, age_ns)| of_text(&text, age_ns, Exit::Unknown, &found).pop());
+    uncaught = uncaught.filter(|failure| own.as_ref().is_none_or(|(text, _)| !is_in(failure, text)));
+    if let Some((text, age_ns)) = own {
+        let is_report = |end: &Failure| end.thread.is_empty() && end.age_ns <= age_ns.saturating_add(REPORT_NS);
+        let exit = if uncaught.as_ref().is_some_and(is_report) { Exit::Unknown } else { Exit::of(exit) };
+        found.extend(of_text(&text, age_ns, exit, &found));
     }
+    // What it wrote before may be about an exception that it survived.
+    drop(found.splice(..0, uncaught));
     if let Some((text, age_ns)) = text(stderr::CHILDREN)
         && let Some(Traceback { failure, .. }) = last_traceback(&text)
     {
@@ -108,6 +119,13 @@ pub fn of_text(text: &str, age_ns: u64, exit: Exit<'_>, known: &[Failure]) -> Ve
         found.push(Failure { kind: FailureKind::LastLine.into(), message, age_ns, ..Default::default() });
     }
     found
+}
+
+/// Whether a text has the line of an exception. It then shows at least as much of it.
+fn is_in(failure: &Failure, text: &str) -> bool {
+    let Failure { r#type, message, .. } = failure;
+    let line = if message.is_empty() { r#type.clone() } else { format!("{}: {message}", r#type) };
+    text.lines().any(|one| one.contains(&line))
 }
 
 /// A text without its secrets, on one line.

@@ -236,9 +236,11 @@ fn write_timelines(
     steps: &Steps,
 ) -> bool {
     timelines.iter().all(|(rank, timeline)| {
-        let name = timeline::file_name(*rank, world_size);
-        let write = |file: &mut dyn Write| timeline.write(&mut Stepping { file, steps }).map(drop);
-        problems.note(folder.write_with(&name, write));
+        if let Some(operations) = &timeline.operations {
+            let name = timeline::file_name(*rank, world_size);
+            let write = |file: &mut dyn Write| operations.write(&mut Stepping { file, steps }).map(drop);
+            problems.note(folder.write_with(&name, write));
+        }
         if let Some(samples) = &timeline.samples {
             problems.note(folder.write(&samples::file_name(*rank, world_size), &samples.encode_to_vec()));
         }

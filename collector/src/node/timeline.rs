@@ -27,7 +27,7 @@ use crate::{
     },
     timeline::{
         DETAIL_MARGIN,
-        files::{RankTimeline, send_all, send_samples},
+        files::{RankOperations, RankTimeline, send_all, send_samples},
         kernel_trace::{self, Files, Request},
     },
 };
@@ -75,43 +75,63 @@ impl NodeState {
         }
     }
 
-    /// The timelines of all ranks of a job, for an incident.
+    /// The timelines of all ranks of a job, for an incident: the operations of the window of the
+    /// recorder, and all samples that are kept.
     pub(super) fn timelines_of(&mut self, job: &JobKey, now: Now) -> Vec<(u32, RankTimeline)> {
-        let timelines = self.rank_timelines(job, None, self.settings.timeline.window, now);
-        timelines.into_iter().map(|timeline| (timeline.info.rank.max(0) as u32, timeline)).collect()
+        self.rank_timelines(job, None, (self.settings.timeline.window, Duration::MAX), now)
     }
 
-    /// The window counts back from now, or from the newest operation of the job if nothing has
+    /// The timelines of ranks of a job, with the windows of operations and of samples. Ranks of
+    /// which nothing is kept are left out.
+    ///
+    /// A window counts back from now, or from the newest operation of the job if nothing has
     /// completed since: a job that hangs or has ended has no newer ones.
     fn rank_timelines(
+        &mut self,
+        job: &JobKey,
+        ranks: Option<&RankSet>,
+        (of_operations, of_samples): (Duration, Duration),
+        now: Now,
+    ) -> Vec<(u32, RankTimeline)> {
+        if self.sampler.timeline.is_on() {
+            self.sampler.read_all(views(&self.registry), now);
+        }
+        let (store, host) = (&mut self.sampler.timeline, &self.host);
+        let of_job = self.registry.of_job(job);
+        let newest_ns = store.newest_ns(of_job.iter().map(|rank| rank.id));
+        let begin_ns = |window: Duration| {
+            let is_quiet = newest_ns > 0 && newest_ns.saturating_add(nanoseconds(window)) < now.mono_ns;
+            if is_quiet { newest_ns } else { now.mono_ns }.saturating_sub(nanoseconds(window))
+        };
+        let (from_ns, samples_from_ns) = (begin_ns(of_operations), begin_ns(of_samples));
+        let clock: Arc<[Now]> = store.clock(from_ns).into();
+        let is_wanted = |rank: &&&Rank| ranks.is_none_or(|ranks| is_among(ranks, rank));
+        let timeline = |rank: &&Rank| {
+            let operations = store.is_on().then(|| RankOperations {
+                info: rank.info.clone(),
+                window: store.window(rank.id, from_ns),
+                until: now,
+                clock: Arc::clone(&clock),
+                ring: rank.ring.clone(),
+                device: self.settings.metrics.device.clone(),
+            });
+            let samples = host.samples(rank.id, &rank.info, samples_from_ns, &[now]);
+            let is_kept = operations.is_some() || samples.is_some();
+            is_kept.then(|| (rank.info.rank.max(0).unsigned_abs(), RankTimeline { operations, samples }))
+        };
+        of_job.iter().filter(is_wanted).filter_map(timeline).collect()
+    }
+
+    /// What a request for timelines gets.
+    fn wanted_timelines(
         &mut self,
         job: &JobKey,
         ranks: Option<&RankSet>,
         window: Duration,
         now: Now,
     ) -> Vec<RankTimeline> {
-        if !self.sampler.timeline.is_on() {
-            return Vec::new();
-        }
-        self.sampler.read_all(views(&self.registry), now);
-        let (store, window_ns) = (&mut self.sampler.timeline, nanoseconds(window));
-        let of_job = self.registry.of_job(job);
-        let newest_ns = store.newest_ns(of_job.iter().map(|rank| rank.id));
-        let is_quiet = newest_ns > 0 && newest_ns.saturating_add(window_ns) < now.mono_ns;
-        let from_ns = if is_quiet { newest_ns } else { now.mono_ns }.saturating_sub(window_ns);
-        let clock: Arc<[Now]> = store.clock(from_ns).into();
-        let is_wanted = |rank: &&&Rank| ranks.is_none_or(|ranks| is_among(ranks, rank));
-        let host = &self.host;
-        let timeline = |rank: &&Rank| RankTimeline {
-            info: rank.info.clone(),
-            samples: host.samples(rank.id, &rank.info, from_ns, &[now]),
-            window: store.window(rank.id, from_ns),
-            until: now,
-            clock: Arc::clone(&clock),
-            ring: rank.ring.clone(),
-            device: self.settings.metrics.device.clone(),
-        };
-        of_job.iter().filter(is_wanted).map(timeline).collect()
+        let timelines = self.rank_timelines(job, ranks, (window, window), now);
+        timelines.into_iter().map(|(_, timeline)| timeline).collect()
     }
 
     /// A page asks for a timeline.
@@ -176,7 +196,7 @@ impl NodeState {
             });
             return;
         }
-        let timelines = self.rank_timelines(&job, wanted, window, now);
+        let timelines = self.wanted_timelines(&job, wanted, window, now);
         self.member.start_delivery(request.key, move |sender| {
             let piece = |file| Delivery { message: Some(delivery::Message::Timeline(file)) };
             send_all(&timelines, &mut |file| sender.blocking_send(piece(file)).is_ok());
@@ -241,7 +261,7 @@ impl NodeState {
     }
 
     fn send_timeline(&mut self, job: &JobKey, wanted: &WantedTimeline, reply: TimelineReply, now: Now) {
-        let timelines = self.rank_timelines(job, wanted.ranks.as_ref(), wanted.window, now);
+        let timelines = self.wanted_timelines(job, wanted.ranks.as_ref(), wanted.window, now);
         let (sender, chunks) = mpsc::channel(CHUNKS);
         let files = TimelineFiles { root: self.root_of(job), chunks };
         start_sending(move |send| send_all(&timelines, send), sender, reply, files);

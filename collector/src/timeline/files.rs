@@ -21,9 +21,19 @@ use crate::{
     timeline::store::{Block, Window, end_ns},
 };
 
-/// The timeline of one rank, ready to be written by another thread.
+/// What is kept of one rank, ready to be written by another thread. The recorder of operations and
+/// the sampler of stacks do not depend on each other.
 #[derive(Debug, Clone)]
 pub struct RankTimeline {
+    /// Its operations; `None` if they are not recorded.
+    pub operations: Option<RankOperations>,
+    /// The stacks of its main thread; `None` if there are none.
+    pub samples: Option<StackSamples>,
+}
+
+/// The operations of one rank.
+#[derive(Debug, Clone)]
+pub struct RankOperations {
     /// The rank.
     pub info: RankInfo,
     /// Its operations.
@@ -36,11 +46,9 @@ pub struct RankTimeline {
     pub ring: Option<Arc<RingFile>>,
     /// Name of the device; empty if unknown.
     pub device: String,
-    /// The stacks of its main thread; `None` if there are none.
-    pub samples: Option<StackSamples>,
 }
 
-impl RankTimeline {
+impl RankOperations {
     /// Name of the file.
     #[must_use]
     pub fn name(&self) -> String {
@@ -108,28 +116,30 @@ fn ended_since(block: &Block, from_ns: u64) -> io::Result<BlockBuilder> {
 
 /// Sends the files of some ranks in chunks, until `send` returns false. The last chunk has no name.
 pub fn send_all(ranks: &[RankTimeline], send: &mut dyn FnMut(TimelineFile) -> bool) {
-    if ranks.is_empty() {
+    if ranks.iter().all(|rank| rank.operations.is_none()) {
         let problem = "nothing is recorded of these ranks (XPU_TIMER_TIMELINE_SECONDS)".into();
         // If nobody receives, the next one fails, too.
         send(TimelineFile { problem, ..Default::default() });
     }
-    for rank in ranks {
-        let (last, operations) = match send_file(rank.name(), |out| rank.write(out), send) {
-            None => return,
-            Some(sent) => sent,
-        };
-        let sent = match operations {
-            Ok(operations) => send(TimelineFile { operations, lost: rank.window.lost, ..last }),
-            Err(error) => {
-                let problem = format!("the timeline of rank {} cannot be read: {error}", rank.info.rank);
-                send(TimelineFile { problem, ..Default::default() })
-            }
-        };
-        if !sent || !rank.samples.iter().all(|samples| send_samples_of_rank(samples, send)) {
-            return;
+    let is_received = ranks.iter().all(|RankTimeline { operations, samples }| {
+        operations.iter().all(|operations| send_operations_of_rank(operations, send))
+            && samples.iter().all(|samples| send_samples_of_rank(samples, send))
+    });
+    if is_received {
+        send(TimelineFile::default());
+    }
+}
+
+/// Sends the operations of one rank. Returns whether somebody still receives.
+fn send_operations_of_rank(rank: &RankOperations, send: &mut dyn FnMut(TimelineFile) -> bool) -> bool {
+    let Some((last, operations)) = send_file(rank.name(), |out| rank.write(out), send) else { return false };
+    match operations {
+        Ok(operations) => send(TimelineFile { operations, lost: rank.window.lost, ..last }),
+        Err(error) => {
+            let problem = format!("the timeline of rank {} cannot be read: {error}", rank.info.rank);
+            send(TimelineFile { problem, ..Default::default() })
         }
     }
-    send(TimelineFile::default());
 }
 
 /// Sends recorded stacks in chunks, until `send` returns false. The last chunk has no name.
@@ -207,7 +217,7 @@ mod tests {
     const SECOND: u64 = 1_000_000_000;
 
     /// A rank with an operation at each second.
-    fn recorded(seconds: u64, from_s: u64) -> RankTimeline {
+    fn recorded(seconds: u64, from_s: u64) -> RankOperations {
         let mut store = Store::new(seconds * SECOND, usize::MAX);
         let job = JobKey { name: "j".into(), instance: String::new() };
         let operations: Vec<Operation> = (1..=seconds)
@@ -223,14 +233,13 @@ mod tests {
         store.add_lost(1, 3, seconds * SECOND);
         let until = Now { mono_ns: seconds * SECOND, unix_ns: 2_000_000 * SECOND };
         let earlier = Now { mono_ns: SECOND, unix_ns: (2_000_000 - seconds + 1) * SECOND };
-        RankTimeline {
+        RankOperations {
             info: RankInfo { rank: 3, world_size: 8, ..Default::default() },
             window: store.window(1, from_s * SECOND),
             until,
             clock: [earlier, until].into(),
             ring: None,
             device: "H100".into(),
-            samples: None,
         }
     }
 
@@ -260,8 +269,9 @@ mod tests {
     #[test]
     fn chunks_make_the_same_file() {
         let ranks = [recorded(8_000, 0), recorded(10, 0)];
+        let timelines = ranks.clone().map(|rank| RankTimeline { operations: Some(rank), samples: None });
         let (mut files, mut chunks, mut counted) = (Vec::new(), 0, Vec::new());
-        send_all(&ranks, &mut |chunk| {
+        send_all(&timelines, &mut |chunk| {
             chunks += 1;
             if chunk.last {
                 counted.push((chunk.operations, chunk.lost));
@@ -277,7 +287,7 @@ mod tests {
         assert!(sent == written && operations == [8_000, 10]);
         assert_eq!(counted, [(8_000, 3), (10, 3)]);
         let mut calls = 0;
-        send_all(&ranks, &mut |_| {
+        send_all(&timelines, &mut |_| {
             calls += 1;
             false
         });

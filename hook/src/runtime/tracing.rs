@@ -1,5 +1,6 @@
 //! Traces chosen Python functions from inside, and garbage collections, where the user asks for it
-//! with `XPU_TIMER_HOST_TRACING_FUNC`. Without the variable, nothing here runs.
+//! with `XPU_TIMER_HOST_TRACING_FUNC`. With this variable or an exit plugin, it also keeps the
+//! exceptions that nobody catches. Without both, nothing here runs.
 //!
 //! The watcher finds the interpreter and adds a pending call. The main thread of the program
 //! executes it between two instructions, with the GIL, and registers native functions: with
@@ -13,6 +14,7 @@
 
 pub(crate) mod callbacks;
 pub(crate) mod interpreter;
+pub(crate) mod uncaught;
 pub(crate) mod vectorcall;
 
 use std::{
@@ -159,6 +161,7 @@ static COLLECTIONS_INDEX: AtomicI64 = AtomicI64::new(-1);
 /// What the watcher and the callbacks share. Neither waits for the other.
 struct State {
     targets: Vec<(Target, Progress)>,
+    exceptions: uncaught::Listener,
     /// `None` before the installation, and if functions cannot be traced.
     way: Option<Way>,
     /// Lines for the log.
@@ -178,9 +181,9 @@ struct Monitoring {
     tool: i64,
     /// The events of a traced function.
     events: i64,
-    /// `PY_UNWIND`.
-    unwind: i64,
-    listens_to_unwinding: bool,
+    /// The events that exist only for all functions together, until they are enabled with the first
+    /// traced function; 0 for none.
+    of_all: i64,
 }
 
 /// What is known of a function.
@@ -200,13 +203,15 @@ enum Progress {
 
 impl State {
     const fn new() -> Self {
-        State { targets: Vec::new(), way: None, messages: Vec::new() }
+        State { targets: Vec::new(), exceptions: uncaught::Listener::new(), way: None, messages: Vec::new() }
     }
 }
 
 /// The part of the watcher.
 pub struct Tracing {
     is_on: bool,
+    /// Whether functions are traced; else only exceptions are kept.
+    has_targets: bool,
     begun_ns: u64,
     /// Number of pending calls so far.
     calls: usize,
@@ -220,9 +225,11 @@ const LOOKS_NS: [u64; 4] = [0, 500_000_000, 2_000_000_000, 8_000_000_000];
 const PATIENCE_NS: u64 = 30_000_000_000;
 
 impl Tracing {
-    /// Traces these functions.
-    pub fn new(recorder: &Recorder, targets: Vec<Target>) -> Self {
-        let is_on = !targets.is_empty();
+    /// Traces these functions. Keeps uncaught exceptions if there is a function or a plugin wants
+    /// them.
+    pub fn new(recorder: &Recorder, targets: Vec<Target>, wants_exceptions: bool) -> Self {
+        let has_targets = !targets.is_empty();
+        let is_on = has_targets || wants_exceptions;
         if is_on && let Ok(mut state) = STATE.try_lock() {
             if STAGE.load(Ordering::Acquire) < INSTALLED {
                 // In a forked child, the interpreter has lost what the parent added.
@@ -231,7 +238,7 @@ impl Tracing {
             }
             recorder.name_traced_functions(state.targets.iter().map(|(target, _)| target.name.as_str()));
         }
-        Tracing { is_on, begun_ns: clock::now_ns(), calls: 0, has_reported: false }
+        Tracing { is_on, has_targets, begun_ns: clock::now_ns(), calls: 0, has_reported: false }
     }
 
     /// A turn of the watcher. Returns lines for the log. `is_last` is whether the process ends.
@@ -249,14 +256,14 @@ impl Tracing {
                 Some(api) if api.version() < (3, 8) => {
                     let (major, minor) = api.version();
                     self.is_on = false;
-                    messages.push(format!("{VARIABLE} needs CPython 3.8 or newer, and this is {major}.{minor}"));
+                    let text = || format!("{VARIABLE} needs CPython 3.8 or newer, and this is {major}.{minor}");
+                    messages.extend(self.has_targets.then(text));
                 }
                 Some(api) => _ = API.get_or_init(|| api),
                 None if age_ns > PATIENCE_NS => {
                     self.is_on = false;
-                    messages.push(format!(
-                        "{VARIABLE} has no effect: this process has no Python, or one whose functions are not exported"
-                    ));
+                    let reason = "this process has no Python, or one whose functions are not exported";
+                    messages.extend(self.has_targets.then(|| format!("{VARIABLE} has no effect: {reason}")));
                 }
                 None => {}
             },
@@ -339,6 +346,7 @@ unsafe extern "C" fn pending(_: *mut c_void) -> c_int {
 /// Registers the native functions. `None` if that is not possible; then the log says why.
 fn install(api: &'static Api, state: &mut State) -> Option<()> {
     NONE.store(api.none(), Ordering::Release);
+    state.exceptions.listen(api);
     if let Some(index) = state.targets.iter().position(|(target, _)| target.path.is_empty()) {
         let callbacks = api.builtin_module(c"gc").and_then(|gc| api.attribute(&gc, c"callbacks"));
         let added = callbacks.and_then(|list| api.call(&list, c"append", &[&api.of_native(&ON_COLLECTION)?]));
@@ -349,6 +357,9 @@ fn install(api: &'static Api, state: &mut State) -> Option<()> {
     }
     let at_exit = api.builtin_module(c"atexit")?;
     api.call(&at_exit, c"register", &[&api.of_native(&ON_END)?])?;
+    if state.targets.is_empty() {
+        return Some(());
+    }
     // The function that loads modules shows when others appear.
     let loader = api.attribute(&api.loaded_module(c"_frozen_importlib")?, c"_find_and_load")?;
     let way = if api.version() < (3, 12) {
@@ -393,8 +404,13 @@ impl Monitoring {
             (c"PY_YIELD", &ON_END_OF_CALL),
         ];
         let all = all.into_iter().try_fold(0, |all, (event, method)| Some(all | register(event, method)?))?;
-        let unwind = register(c"PY_UNWIND", &ON_END_OF_CALL)?;
-        let registered = Monitoring { tool, events: all, unwind, listens_to_unwinding: false };
+        let of_exceptions = register(c"PY_UNWIND", &ON_END_OF_CALL)? | register(c"PY_THROW", &ON_THROW)?;
+        let has_local = api.version() >= (3, 15);
+        let registered = Monitoring {
+            tool,
+            events: if has_local { all | of_exceptions } else { all },
+            of_all: if has_local { 0 } else { of_exceptions },
+        };
         let code = api.attribute(loader, c"__code__")?;
         LOADER.store(code.0, Ordering::Release);
         registered.set_events(api, c"set_local_events", &[&code], api.number(&events, c"PY_RETURN")?)?;
@@ -413,8 +429,9 @@ impl Monitoring {
     /// Traces a function.
     fn trace(&mut self, api: &'static Api, function: &Owned, index: usize) -> Option<()> {
         let code = api.attribute(function, c"__code__")?;
-        if !std::mem::replace(&mut self.listens_to_unwinding, true) {
-            self.set_events(api, c"set_events", &[], self.unwind);
+        let of_all = std::mem::take(&mut self.of_all);
+        if of_all != 0 {
+            self.set_events(api, c"set_events", &[], of_all);
         }
         if CODES.add(code.0 as usize, index) {
             self.set_events(api, c"set_local_events", &[&code], self.events);
@@ -457,6 +474,7 @@ static LOADER: AtomicPtr<interpreter::PyObject> = AtomicPtr::new(std::ptr::null_
 
 /// Looks for the functions that are not traced yet.
 fn resolve(api: &'static Api, state: &mut State) {
+    state.exceptions.listen(api);
     let State { targets, way: Some(way), .. } = state else { return };
     for (index, (target, progress)) in targets.iter_mut().enumerate() {
         if matches!(progress, Progress::Traced | Progress::Native | Progress::Generator) {
@@ -508,6 +526,7 @@ fn function_of(api: &'static Api, function: Owned, depth: usize) -> Option<Owned
 }
 
 static ON_BEGIN: Method = Method::new(c"xpu_timer_call_begins", on_begin);
+static ON_THROW: Method = Method::new(c"xpu_timer_call_continues", on_throw);
 static ON_END_OF_CALL: Method = Method::new(c"xpu_timer_call_ends", on_end_of_call);
 static ON_COLLECTION: Method = Method::new(c"xpu_timer_collection", on_collection);
 static ON_END: Method = Method::new(c"xpu_timer_interpreter_ends", interpreter_ends);
@@ -541,6 +560,13 @@ unsafe extern "C" fn on_begin(_: Reference, arguments: *const Reference, count: 
     // SAFETY: called by the interpreter.
     let code = unsafe { first(arguments, count) };
     in_callback(|| callbacks::began(code));
+    none()
+}
+
+unsafe extern "C" fn on_throw(_: Reference, arguments: *const Reference, count: isize) -> Reference {
+    // SAFETY: called by the interpreter.
+    let code = unsafe { first(arguments, count) };
+    in_callback(|| callbacks::thrown_into(code));
     none()
 }
 

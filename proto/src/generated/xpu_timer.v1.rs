@@ -1982,7 +1982,7 @@ pub enum FileKind {
     Unspecified = 0,
     /// The `.stacktrace` file.
     Stacktrace = 1,
-    /// The `.ops` file.
+    /// The `.ops` and `.samples` files.
     Timeline = 2,
 }
 impl FileKind {

@@ -303,7 +303,8 @@ pub mod stack {
 }
 
 /// Words of the text that a process wrote last to its standard error. There is one for the process
-/// itself and one for its forked children, which have no ring of their own.
+/// itself and one for its forked children, which have no ring of their own. A third one has the
+/// uncaught exceptions of Python.
 pub mod stderr {
     /// Bytes of text so far, including those that were overwritten.
     pub const BYTES: usize = 0;
@@ -319,8 +320,11 @@ pub mod stderr {
     pub const OWN: usize = 0;
     /// Entry of its forked children.
     pub const CHILDREN: usize = 1;
+    /// Entry of the exceptions of the process that nobody caught, each as Python prints it. It is
+    /// empty if the hook does not listen to them.
+    pub const UNCAUGHT: usize = 2;
     /// Number of entries.
-    pub const SLOTS: usize = 2;
+    pub const SLOTS: usize = 3;
 }
 
 /// Words of a fatal signal that a thread of the process has received.

@@ -176,7 +176,8 @@ pub struct LastText {
 }
 
 /// Reads what a process ([`stderr::OWN`]) or its forked children ([`stderr::CHILDREN`]) wrote last
-/// to standard error. `None` if they wrote nothing.
+/// to standard error, or its last uncaught exceptions ([`stderr::UNCAUGHT`]). `None` if there are
+/// none.
 ///
 /// # Errors
 /// The error of `read_at`.

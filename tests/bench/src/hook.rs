@@ -13,8 +13,8 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use xpu_timer_proto::v1::FlightRecord;
 use xpu_timer_tests::{
-    Artifacts, FakeCollector, Job, PATIENCE, Process, ReadMode, compile_c, idle_library, python, python_version, tree,
-    wait_until,
+    Artifacts, FakeCollector, Job, PATIENCE, Process, ReadMode, compile_c, forky_python, idle_library, python,
+    python_version, tree, wait_until,
 };
 
 use crate::report::{Report, median, ms, time};
@@ -71,7 +71,7 @@ const TRACED_LIMIT_NS: f64 = 300.0;
 /// noise between two processes.
 const UNTRACED_LIMIT_NS: f64 = 1.5;
 /// CPythons whose functions are traced.
-const PYTHONS: [&str; 6] = ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"];
+const PYTHONS: [&str; 8] = ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14", "3.15"];
 /// Launches of a rank while every kernel is recorded in detail.
 const DETAILED_LAUNCHES_PER_SECOND: f64 = 10_000.0;
 /// Maximum time for the rounds of one figure.
@@ -392,7 +392,8 @@ type Pair = ([f64; 3], [f64; 3]);
 fn traced(bench: &Bench, artifacts: &Artifacts, options: &Options, report: &mut Report) {
     report.section("Hook: time of Python calls with a traced function");
     for version in PYTHONS {
-        let Some(python) = python_version(version) else {
+        let of_forky = || forky_python(version).ok().filter(|python| python.exists());
+        let Some(python) = python_version(version).or_else(of_forky) else {
             report.note(&format!("CPython {version}"), "not installed");
             continue;
         };

@@ -25,7 +25,9 @@ use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 use xpu_timer_capture::{Capturer, Options};
 use xpu_timer_proto::{Message as _, procfs, server::Stacktrace, v1::hook_message::Message};
-use xpu_timer_tests::{Incident, Job, PATIENCE, Process, PypiTorch, artifacts, python, skip, tree, wait_until};
+use xpu_timer_tests::{
+    Incident, Job, PATIENCE, Process, PypiTorch, artifacts, python, python_version, skip, tree, wait_until,
+};
 
 use crate::{
     capture::python::all as all_pythons,
@@ -131,9 +133,13 @@ fn comparable(end: &Value) -> (String, String) {
     (end["status"].to_string(), plain)
 }
 
-/// The incident of a way to fail with this Python, after a comparison with a run without xpu_timer.
-/// The job ends with the first part.
-fn failed(way: &Way, handles_signals: bool, program: &Path, library_path: Option<&OsStr>) -> (Run, Incident) {
+/// A variable that changes nothing.
+const NONE: (&str, &str) = ("XPU_TIMER_SIGNAL_HANDLER", "0");
+const HANDLER: (&str, &str) = ("XPU_TIMER_SIGNAL_HANDLER", "1");
+
+/// The incident of a way to fail with this Python and this variable, after a comparison with a run
+/// without xpu_timer. The job ends with the first part.
+fn failed(way: &Way, (variable, value): (&str, &str), program: &Path, library_path: Option<&OsStr>) -> (Run, Incident) {
     let prepared = |mut command: Command| {
         command.envs(library_path.map(|path| ("LD_LIBRARY_PATH", path)));
         command
@@ -145,7 +151,7 @@ fn failed(way: &Way, handles_signals: bool, program: &Path, library_path: Option
         .with("XPU_TIMER_HANG_TIMEOUT", "2")
         .with("XPU_TIMER_IDLE_TIMEOUT", "4")
         .with("XPU_TIMER_SAMPLE_INTERVAL", "0.5")
-        .with("XPU_TIMER_SIGNAL_HANDLER", if handles_signals { "1" } else { "0" });
+        .with(variable, value);
     let launched = prepared(job.launch(program));
     let launched = run(way, job, launched);
     assert_eq!(comparable(&launched.end), bare, "{}: xpu_timer changes the end", way.name);
@@ -154,7 +160,8 @@ fn failed(way: &Way, handles_signals: bool, program: &Path, library_path: Option
 }
 
 fn verdict(way: &Way, handles_signals: bool) -> String {
-    text(&failed(way, handles_signals, python().as_ref(), None).1)
+    let variable = if handles_signals { HANDLER } else { NONE };
+    text(&failed(way, variable, python().as_ref(), None).1)
 }
 
 /// Whether the verdict has all words that are expected, if any are. Its lines are wrapped.
@@ -177,6 +184,32 @@ fn an_exception_is_named_without_any_variable() {
 }
 
 #[test]
+fn exceptions_that_are_logged_elsewhere_are_named_where_the_hook_listens() {
+    const TRACED: (&str, &str) = ("XPU_TIMER_HOST_TRACING_FUNC", "bad_sample");
+    const PLUGIN: (&str, &str) = ("XPU_TIMER_EXIT_HOOK_PLUGIN", "/nowhere/plugin.py");
+    for (version, name, variable) in [
+        ("3.8", "elsewhere", TRACED),
+        ("3.11", "elsewhere-thread", PLUGIN),
+        ("3.12", "elsewhere", PLUGIN),
+        ("3.13", "elsewhere", TRACED),
+        ("3.13", "elsewhere-thread", TRACED),
+        ("3.13", "main", TRACED),
+    ] {
+        let Some(program) = python_version(version) else {
+            skip(&format!("CPython {version} is not installed"));
+            continue;
+        };
+        let way = way(name, "", BAD_SAMPLE);
+        let text = text(&failed(&way, variable, &program, None).1);
+        assert!(is_named(&text, way.words), "{version}, {name}: {text}");
+        assert!(!name.ends_with("thread") || is_named(&text, &["thread reader"]), "{text}");
+    }
+    let way = way("elsewhere", "", BAD_SAMPLE);
+    let text = verdict(&way, false);
+    assert!(!text.contains("ValueError"), "nothing is injected without a variable: {text}");
+}
+
+#[test]
 fn the_handler_of_signals_names_the_function() {
     check("segv-faulthandler-first", true);
     check("overflow", true);
@@ -187,7 +220,7 @@ fn the_handler_of_signals_names_the_function() {
 #[test]
 fn the_stack_of_a_fatal_signal_is_in_the_file_of_the_rank_and_in_the_report() {
     let way = WAYS.iter().find(|way| way.name == "terminate").expect("a known way");
-    let (_run, incident) = failed(way, true, python().as_ref(), None);
+    let (_run, incident) = failed(way, HANDLER, python().as_ref(), None);
     assert!(is_named(&text(&incident), way.handler), "{}", text(&incident));
     let file = fs::read(incident.path.join("00001-00002.stacktrace")).expect("the file of the rank");
     let file = Stacktrace::decode(&file[..]).expect("a dump");
@@ -225,7 +258,7 @@ fn exceptions_of_pytorch_are_named() {
     };
     let library_path = torch.library_path().expect("the simulated device");
     for way in TORCH_WAYS {
-        let text = text(&failed(&way, false, &torch.python(), Some(&library_path)).1);
+        let text = text(&failed(&way, NONE, &torch.python(), Some(&library_path)).1);
         eprintln!("{}: {}", way.name, text.lines().next().unwrap_or_default());
         assert!(is_named(&text, way.words), "{}: {:?} are not in: {text}", way.name, way.words);
     }

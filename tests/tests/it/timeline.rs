@@ -105,21 +105,25 @@ fn a_dump_has_every_operation_of_every_rank() {
 #[test]
 fn an_incident_has_the_timelines_of_its_ranks() {
     let job = Job::new().with("XPU_TIMER_TIMELINE_SECONDS", "3");
-    let mut ranks = job.train(2, &["--step-ms=5", "--fault=loader", "--fault-rank=1", "--fault-step", "40"]);
-    ranks.wait_for("step 30 ", PATIENCE);
+    let mut ranks = job.train(2, &["--step-ms=50", "--fault=loader", "--fault-rank=1", "--fault-step", "100"]);
+    ranks.wait_for("step 80 ", PATIENCE);
     // The window is shorter than the hang timeout, and counts back from the last operation.
     let incident = job.wait_incident(1, Duration::from_secs(90));
     let of = |rank: u32| read(&incident.path.join(format!("{rank:05}-00002.ops")));
     let (head, operations) = of(0);
-    assert!(all_reduces(&operations).ends_with(&[39, 40]), "{:?}", all_reduces(&operations));
+    assert!(all_reduces(&operations).ends_with(&[99, 100]), "{:?}", all_reduces(&operations));
     let pending: Vec<(Op, u64)> = head.pending.iter().map(|one| (one.op(), one.seq)).collect();
-    assert_eq!(pending, [(Op::AllReduce, 41)], "what hangs");
+    assert_eq!(pending, [(Op::AllReduce, 101)], "what hangs");
     let (head, operations) = of(1);
-    assert!(all_reduces(&operations).ends_with(&[39, 40]) && head.pending.is_empty());
+    assert!(all_reduces(&operations).ends_with(&[99, 100]) && head.pending.is_empty());
     assert_eq!(head.lost, 0);
     let samples = read_samples(&incident.path.join("00001-00002.samples"));
-    let functions: Vec<&str> = samples.frames.iter().map(|frame| frame.func_name.as_str()).collect();
-    assert!(functions.iter().any(|name| name.ends_with("__next__")), "where the loader hangs: {functions:?}");
+    assert!(
+        samples.threads[0].first[0] + 1_000_000_000 < head.from_ns,
+        "the window of the operations is none of the samples: {} {:?}",
+        head.from_ns,
+        samples.threads
+    );
 }
 
 fn read_samples(path: &Path) -> StackSamples {
@@ -235,15 +239,26 @@ fn launches_have_their_stacks_in_every_python() {
 
 #[test]
 fn nothing_is_recorded_with_a_window_of_zero() {
-    let job = Job::new().with("XPU_TIMER_TIMELINE_SECONDS", "0");
-    let mut ranks = job.train(2, &["--step-ms=5", "--seconds=600"]);
+    let job = Job::new().with("XPU_TIMER_TIMELINE_SECONDS", "0").with("XPU_TIMER_HANG_TIMEOUT", "8");
+    let mut ranks = job.train(2, &["--step-ms=5", "--fault=loader", "--fault-rank=1", "--fault-step", "40"]);
     ranks.wait_for("step 20 ", PATIENCE);
     let (code, body) = http("POST", job.port, "/timeline").unwrap();
     assert!(code == 400 && body.contains("XPU_TIMER_TIMELINE_SECONDS is 0"), "{code} {body}");
-    let (code, _) = http("POST", job.port, "/dump").unwrap();
-    assert_eq!(code, 200);
-    let incident = job.wait_incident(1, PATIENCE);
-    assert!(!incident.path.join("00000-00002.ops").exists());
+    let incident = job.wait_incident(1, Duration::from_secs(90));
+    let has = |name: &str| incident.path.join(name).exists();
+    assert!(!has("00000-00002.ops") && has("00000-00002.samples"));
+
+    // The sampler does not need the recorder.
+    let samples = read_samples(&incident.path.join("00001-00002.samples"));
+    let functions: Vec<&str> = samples.frames.iter().map(|frame| frame.func_name.as_str()).collect();
+    assert!(functions.iter().any(|name| name.ends_with("__next__")), "where the loader hangs: {functions:?}");
+    let text = fs::read_to_string(incident.path.join("verdict.txt")).unwrap();
+    let text = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let (_, stay) = text.split_once("rank 1 has been in ").unwrap_or_else(|| panic!("its stay: {text}"));
+    let (function, rest) = stay.split_once(" (train.py:").expect("the place");
+    let (_, seconds) = rest.split_once(") for ").expect("its length");
+    let seconds: u32 = seconds.split_once(" s").and_then(|(number, _)| number.parse().ok()).expect("seconds");
+    assert!(function.ends_with("__next__") && (6..60).contains(&seconds), "{stay}");
 }
 
 #[test]
@@ -648,6 +663,8 @@ fn the_timelines_of_all_nodes_are_fetched_in_one_call() {
     for rank in 0..2 {
         let (_, operations) = read(&incident.path.join(format!("{rank:05}-00002.ops")));
         assert!(all_reduces(&operations).ends_with(&[199, 200]), "{:?}", all_reduces(&operations));
+        let samples = read_samples(&incident.path.join(format!("{rank:05}-00002.samples")));
+        assert!(samples.threads.iter().any(|thread| thread.main && !thread.stack.is_empty()), "{samples:?}");
     }
     drop(ranks);
 }

@@ -14,8 +14,8 @@ use xpu_timer_proto::{
     v1::{Op, Operation},
 };
 use xpu_timer_tests::{
-    Job, PATIENCE, Process, PypiTorch, artifacts, forky_with_torch, free_threaded_python, http, python_version,
-    run_in_forky, skip, tree, wait_until,
+    Job, PATIENCE, Process, PypiTorch, artifacts, forky_python, forky_with_torch, free_threaded_python, http,
+    python_version, run_in_forky, skip, tree, wait_until,
 };
 
 use crate::{
@@ -27,14 +27,18 @@ const VARIABLE: &str = "XPU_TIMER_HOST_TRACING_FUNC";
 
 /// CPythons without `sys.monitoring`, of which 3.11 executes calls in its own way, and with it.
 const VERSIONS: [&str; 4] = ["3.8", "3.11", "3.12", "3.13"];
+/// Those of the second Debian. From 3.15 on, exceptions have events of single functions.
+const FORKY: [&str; 2] = ["3.14", "3.15"];
 /// Those without.
 const OLD: [&str; 2] = ["3.8", "3.11"];
 
 /// Functions of `traced.py`, `late.py` and `later.py`, and how often they are called.
-const CALLS: [(&str, u64); 14] = [
+const CALLS: [(&str, u64); 15] = [
     ("plain", 3),
     // Three items and the end.
     ("__main__@items", 4),
+    // The begin, the exception that is thrown into it, and the end.
+    ("resumed", 3),
     ("hot", 7),
     ("from_c", 4),
     ("__main__@Loader@made", 2),
@@ -73,6 +77,12 @@ def plain(seconds):
 def items(count):
     for item in range(count):
         yield item
+
+def resumed():
+    try:
+        yield 1
+    except ValueError:
+        yield 2
 
 def hot():
     pass
@@ -144,6 +154,8 @@ while "WAITS" in os.environ and not gc.callbacks and time.monotonic() < deadline
 for _ in range(3):
     plain(0.02)
 assert list(items(3)) == [0, 1, 2]
+generator = resumed()
+assert [next(generator), generator.throw(ValueError), next(generator, 3)] == [1, 2, 3]
 assert list(Loader.made()) == [4, 3, 2, 1, 0]
 loop(7)
 assert sorted(map(from_c, range(3))) + sorted([3], key=from_c) == [0, 1, 2, 3]
@@ -195,6 +207,12 @@ fn pythons() -> Vec<(PathBuf, bool)> {
         skip(&format!("one of CPython {} is missing (pyenv)", VERSIONS.join(", ")));
     }
     found.extend(FREE_THREADED.iter().filter_map(|version| Some((free_threaded_python(version)?, false))));
+    for version in FORKY {
+        match forky_python(version) {
+            Ok(python) => found.push((python, false)),
+            Err(error) => skip(&format!("CPython {version}: {error:#}")),
+        }
+    }
     found
 }
 
@@ -256,7 +274,7 @@ fn every_call_is_in_the_timeline_and_the_metrics() {
         };
         let expected = |name: &str, calls: u64| match name {
             "recursive" => calls - TOO_DEEP,
-            "__main__@items" if is_old => 0,
+            "__main__@items" | "resumed" if is_old => 0,
             _ => calls,
         };
         let mut text = String::new();
@@ -299,7 +317,7 @@ fn every_call_is_in_the_timeline_and_the_metrics() {
         let mut missing =
             "not traced: os@nothing (does not exist); not_imported@function (its module is not imported)".to_string();
         if is_old {
-            missing += "; __main__@items (a generator or coroutine, which needs CPython 3.12)";
+            missing += "; __main__@items, resumed (a generator or coroutine, which needs CPython 3.12)";
         }
         assert!(lines[1].ends_with(&missing), "{logs}");
     }
@@ -384,6 +402,12 @@ def described():
     texts = str(inspect.signature(plain)), inspect.getdoc(plain), inspect.isfunction(plain)
     return [other is plain for other in same], values, kinds, made, texts
 
+def hooks():
+    originals = sys.__excepthook__, getattr(threading, "__excepthook__", threading.excepthook)
+    current = sys.excepthook, threading.excepthook
+    same = [one is other for one, other in zip(current, originals)]
+    return same, [(one.__name__, one.__module__, repr(type(one))) for one in current]
+
 def debugged():
     commands = io.StringIO("break plain\ncontinue\nwhere\nnext\ncontinue\ncontinue\nclear 1\ncontinue\n")
     output = io.StringIO()
@@ -396,7 +420,7 @@ cuda.Buffer(8)
 deadline = time.monotonic() + 30
 while "WAITS" in os.environ and not gc.callbacks and time.monotonic() < deadline:
     time.sleep(0.001)
-results = [events_of(sys.setprofile), events_of(sys.settrace), profiled(), monitored(), debugged(), described(), work()]
+results = [events_of(sys.setprofile), events_of(sys.settrace), profiled(), monitored(), debugged(), described(), hooks(), work()]
 print(json.dumps(results))
 if "WAITS" in os.environ and hasattr(sys, "monitoring"):
     assert sys.monitoring.get_tool(4) == "xpu_timer"

@@ -335,7 +335,8 @@ impl Engine {
 }
 
 // The files of the ranks are fetched after the verdict: first all `.stacktrace` files, with which
-// the report is drawn, and then the timelines (`.ops`), with which it is drawn again.
+// the report is drawn, and then the timelines (`.ops` and `.samples`), with which it is drawn
+// again.
 
 /// Number of nodes that send files at a time.
 const FILE_NODES: usize = 8;

@@ -58,6 +58,8 @@ pub struct Config {
     pub stack_launches: u32,
     /// `XPU_TIMER_HOST_TRACING_FUNC`, empty for none.
     pub traced_functions: String,
+    /// Whether an exit plugin wants the exceptions of Python.
+    pub has_exit_plugin: bool,
     /// All streams of the program share one hardware queue: `CUDA_DEVICE_MAX_CONNECTIONS=1`.
     pub has_one_queue: bool,
     /// The hook must do nothing.
@@ -149,6 +151,7 @@ impl Config {
         let stack_launches: u64 = source.number("XPU_TIMER_DUMP_STACK_COUNT").unwrap_or(0);
         let stack_launches = u32::try_from(stack_launches).unwrap_or(u32::MAX);
         let traced_functions = source.text("XPU_TIMER_HOST_TRACING_FUNC").unwrap_or_default();
+        let has_exit_plugin = source.text("XPU_TIMER_EXIT_HOOK_PLUGIN").is_some_and(|files| !files.trim().is_empty());
         let disabled = source.flag("XPU_TIMER_DISABLE");
         // The inline hooks read this variable before there was a log.
         source.check("XPU_TIMER_INLINE");
@@ -164,6 +167,7 @@ impl Config {
             bracket,
             stack_launches,
             traced_functions,
+            has_exit_plugin,
             has_one_queue,
             disabled,
             hello,

@@ -1,6 +1,7 @@
 //! The text that the program wrote last to its standard error, in the ring: a rank that fails
-//! usually says why, and then ends before anybody could read its memory. Nothing here makes a
-//! system call, takes a lock or allocates.
+//! usually says why, and then ends before anybody could read its memory. Also its uncaught
+//! exceptions, where the hook listens to them. Nothing here makes a system call, takes a lock or
+//! allocates.
 
 use std::sync::atomic::{AtomicPtr, AtomicU8, AtomicU64, Ordering};
 
@@ -28,8 +29,24 @@ pub fn note(text: &[u8]) {
     if words.is_null() {
         return;
     }
-    let is_child = PROCESS.ring_words.load(Ordering::Relaxed).is_null();
-    let entry = if is_child { stderr::CHILDREN } else { stderr::OWN };
+    add(words, if is_child() { stderr::CHILDREN } else { stderr::OWN }, text);
+}
+
+/// Keeps an exception that nobody caught. Those of forked children are not kept.
+pub fn note_uncaught(text: &[u8]) {
+    let words = RING_WORDS.load(Ordering::Acquire);
+    if !words.is_null() && !is_child() {
+        add(words, stderr::UNCAUGHT, text);
+    }
+}
+
+/// Whether this is a forked child without a ring of its own.
+fn is_child() -> bool {
+    PROCESS.ring_words.load(Ordering::Relaxed).is_null()
+}
+
+/// Adds the end of a text to an entry of the ring with these words.
+fn add(words: *mut AtomicU64, entry: usize, text: &[u8]) {
     // SAFETY: the ring has `offset::END` bytes and is never unmapped, and the entry lies in it.
     let words = unsafe { words.add(offset::STDERR / 8 + entry * stderr::WORDS) };
     // SAFETY: text and header lie in the entry. Only this function writes the text, byte by byte.

@@ -2,9 +2,9 @@
 //! calls nothing of the interpreter, takes no lock and allocates nothing.
 //!
 //! A call that ends by an exception has no event of its function alone before CPython 3.15. So the
-//! hook listens to `PY_UNWIND` of all functions, which happens only when an exception leaves a
-//! frame: functions that return cost nothing more. [`ended`] returns at once if the thread has no
-//! open traced call.
+//! hook listens to `PY_UNWIND` of all functions there, which happens only when an exception leaves
+//! a frame: functions that return cost nothing more. [`ended`] returns at once if the thread has no
+//! open traced call. The same holds for `PY_THROW`, when an exception enters a generator.
 
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
@@ -83,6 +83,14 @@ pub fn began(code: Reference) {
         place.set(OpenCall { code: code as usize, began_ns: clock::burst_now_ns(thread) });
     }
     thread.open_call_count.set(depth.saturating_add(1));
+}
+
+/// A generator continues with an exception. It may be one that is not traced.
+#[inline]
+pub fn thrown_into(code: Reference) {
+    if CODES.find(code as usize).is_some() {
+        began(code);
+    }
 }
 
 /// A function returns or yields, or an exception leaves it. It may be one that is not traced.

@@ -24,6 +24,10 @@ pub type Reference = *mut PyObject;
 /// A native function as the interpreter calls it: itself, its arguments and their number.
 pub type Native = unsafe extern "C" fn(Reference, *const Reference, isize) -> Reference;
 
+/// A native function whose arguments are passed on: an object that it was made with, the tuple of
+/// the arguments, and the dictionary of those with names, which may be null.
+pub type PassesOn = unsafe extern "C" fn(Reference, Reference, Reference) -> Reference;
+
 /// `PyMethodDef`, whose layout is part of the stable ABI.
 #[repr(C)]
 pub struct Method {
@@ -41,10 +45,20 @@ impl Method {
     pub const fn new(name: &'static CStr, function: Native) -> Self {
         Method { name: name.as_ptr(), function, flags: FASTCALL, doc: std::ptr::null() }
     }
+
+    /// A function that takes any arguments.
+    pub const fn passes_on(name: &'static CStr, function: PassesOn) -> Self {
+        // SAFETY: the flags tell the interpreter which type the function has.
+        let function = unsafe { std::mem::transmute::<PassesOn, Native>(function) };
+        Method { flags: VARARGS | KEYWORDS, ..Method::new(name, function) }
+    }
 }
 
 /// `METH_FASTCALL`: a vector of arguments without keywords.
 const FASTCALL: c_int = 0x80;
+/// `METH_VARARGS` and `METH_KEYWORDS`.
+const VARARGS: c_int = 1;
+const KEYWORDS: c_int = 2;
 /// `Py_TPFLAGS_TYPE_SUBCLASS`.
 const IS_TYPE: std::ffi::c_ulong = 1 << 31;
 /// Offset of `ceval.pending.finishing` in the `_PyRuntime` of CPython 3.8.
@@ -98,6 +112,10 @@ api! {
     to_long = c"PyLong_AsLong": unsafe extern "C" fn(Reference) -> c_long;
     from_long = c"PyLong_FromLong": unsafe extern "C" fn(c_long) -> Reference;
     from_text = c"PyUnicode_FromString": unsafe extern "C" fn(*const c_char) -> Reference;
+    set_system = c"PySys_SetObject": unsafe extern "C" fn(*const c_char, Reference) -> c_int;
+    set_attribute = c"PyObject_SetAttrString": unsafe extern "C" fn(Reference, *const c_char, Reference) -> c_int;
+    to_text = c"PyObject_Str": unsafe extern "C" fn(Reference) -> Reference;
+    pass_on = c"PyObject_Call": unsafe extern "C" fn(Reference, Reference, Reference) -> Reference;
     call = c"PyObject_CallFunctionObjArgs": unsafe extern "C" fn(Reference, ...) -> Reference;
     build = c"Py_BuildValue": unsafe extern "C" fn(*const c_char, ...) -> Reference;
     native = c"PyCFunction_NewEx": unsafe extern "C" fn(*const Method, Reference, Reference) -> Reference;
@@ -190,7 +208,7 @@ impl Api {
     }
 
     /// A borrowed reference as an owned one.
-    fn kept(&'static self, reference: Reference) -> Option<Owned> {
+    pub fn kept(&'static self, reference: Reference) -> Option<Owned> {
         if !reference.is_null() {
             // SAFETY: a valid reference.
             unsafe { (self.keep)(reference) };
@@ -300,6 +318,39 @@ impl Api {
         self.owned(unsafe { (self.native)(method, std::ptr::null_mut(), std::ptr::null_mut()) })
     }
 
+    /// A native function that is made with an object, and says that it is of a module. `method` is
+    /// used as long as the interpreter runs.
+    pub fn of_native_with(&'static self, method: &'static Method, with: &Owned, module: &Owned) -> Option<Owned> {
+        // SAFETY: as above, and valid references.
+        self.owned(unsafe { (self.native)(method, with.0, module.0) })
+    }
+
+    /// Sets an object of `sys`. Returns whether it is set.
+    pub fn set_system(&self, name: &CStr, value: &Owned) -> bool {
+        // SAFETY: a C string and a valid reference.
+        let is_set = unsafe { (self.set_system)(name.as_ptr(), value.0) == 0 };
+        is_set || {
+            self.failed();
+            false
+        }
+    }
+
+    /// Sets an attribute. Returns whether it is set.
+    pub fn set_attribute(&self, of: &Owned, name: &CStr, value: &Owned) -> bool {
+        // SAFETY: valid references and a C string.
+        let is_set = unsafe { (self.set_attribute)(of.0, name.as_ptr(), value.0) == 0 };
+        is_set || {
+            self.failed();
+            false
+        }
+    }
+
+    /// `str(value)`.
+    pub fn to_text(&'static self, value: &Owned) -> Option<Owned> {
+        // SAFETY: a valid reference.
+        self.owned(unsafe { (self.to_text)(value.0) })
+    }
+
     /// Calls a method with up to three arguments.
     pub fn call(&'static self, of: &Owned, name: &CStr, arguments: &[&Owned]) -> Option<Owned> {
         let method = self.attribute(of, name)?;
@@ -339,6 +390,12 @@ impl Api {
     pub fn is_class(&'static self, value: &Owned) -> bool {
         // SAFETY: a valid reference.
         self.class_of(value).is_some_and(|class| unsafe { (self.type_flags)(class.0) } & IS_TYPE != 0)
+    }
+
+    /// Whether the class of an object has this name.
+    pub fn is_of_class(&'static self, value: &Owned, wanted: &str) -> bool {
+        let name = self.class_of(value).and_then(|class| self.attribute(&class, c"__name__"));
+        name.is_some_and(|name| self.text_of(name.0) == Some(wanted))
     }
 
     /// Name of the class of an object.

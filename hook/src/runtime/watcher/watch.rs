@@ -92,7 +92,7 @@ impl Watcher {
             events_ns: 0,
             thread_check_ns: 0,
             coverage: coverage::CoverageUpdater::new(),
-            tracing: Tracing::new(recorder, traced),
+            tracing: Tracing::new(recorder, traced, config.has_exit_plugin),
             config,
         }
     }
