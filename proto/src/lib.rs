@@ -9,6 +9,7 @@
 
 #[cfg(feature = "grpc")]
 pub mod codec;
+pub mod env;
 pub mod family;
 pub mod file;
 pub mod kernels;
@@ -20,25 +21,6 @@ pub mod samples;
 pub mod secrets;
 pub mod socket;
 pub mod timeline;
-
-/// All environment variables that xpu_timer reads. The value comes from the environment, else from
-/// the INI file that `XPU_TIMER_CONFIG` names, else from the default in [`VARIABLES`].
-///
-/// Each program's `config.rs` builds its typed settings from a [`Source`]. An invalid value never
-/// stops a program: the default is used, and a [`Problem`] reports it.
-///
-/// [`VARIABLES`]: env::VARIABLES
-/// [`Source`]: env::Source
-/// [`Problem`]: env::Problem
-pub mod env {
-    mod settings;
-    mod source;
-    mod variables;
-
-    pub use settings::{Origin, Setting};
-    pub use source::{LONGEST, Problem, Source, own_variable};
-    pub use variables::{HANDED_OVER, VARIABLES, Variable, WITHOUT_EFFECT};
-}
 
 /// The `.stacktrace` file format, shared with the original tool.
 #[allow(missing_docs, clippy::all, unused_qualifications)]

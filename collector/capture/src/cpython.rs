@@ -2,9 +2,10 @@
 //! an object has its interpreter.
 //!
 //! `layouts.c` prints the offsets of `layouts.rs`; a test compiles it against the headers of every
-//! version, once more for each that has a free-threaded build (without a GIL). From 3.13 on, the interpreter itself has a table of most of these offsets, which takes
-//! precedence. Before 3.13, one table covers all patch releases of a version, because CPython keeps
-//! its structures unchanged from the first release on, so that extension modules continue to work.
+//! version, once more for each that has a free-threaded build (without a GIL). From 3.13 on, the
+//! interpreter itself has a table of most of these offsets, which takes precedence. Before 3.13,
+//! one table covers all patch releases of a version, because CPython keeps its structures unchanged
+//! from the first release on, so that extension modules continue to work.
 //! 3.11.2 and 3.11.7 were compared and have equal offsets; other tools rely on this too.
 
 mod layouts;
@@ -167,8 +168,8 @@ layout! {
     runtime_gc,
     /// _gc_runtime_state, in PyInterpreterState.
     interpreter_gc,
-    /// The lists of objects of its generations, youngest first. Newer versions have other lists, and
-    /// free-threaded builds have none.
+    /// The lists of objects of its generations, youngest first. Newer versions have other lists,
+    /// and free-threaded builds have none.
     gc_lists,
     /// Number of consecutive statistics of the youngest generation. The newest has the totals.
     gc_young_items,
@@ -188,8 +189,8 @@ layout! {
     frame_is_entry,
     /// The instructions.
     code_bytes,
-    /// _PyCodeArray: pointer to the copies of the instructions, which each thread of a free-threaded
-    /// build has of its own. The first one is that of the code object.
+    /// _PyCodeArray: pointer to the copies of the instructions, which each thread of a
+    /// free-threaded build has of its own. The first one is that of the code object.
     code_copies,
     /// The references of other threads than the owner, above two bits with marks.
     object_shared_references,

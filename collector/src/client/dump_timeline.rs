@@ -25,8 +25,8 @@ const MAX_ANSWER_BYTES: u64 = 64 * 1024;
 /// Asks collectors to record the next operations of their ranks in the original tool's format
 ///
 /// The control port of a collector listens on loopback only, so this command runs on the node:
-/// --host 127.0.0.1 --rank ''. For other nodes use `xpu_timer_collector timeline`, which fetches the
-/// operations of all nodes through the cluster collector, in one call.
+/// --host 127.0.0.1 --rank ''. For other nodes use `xpu_timer_collector timeline`, which fetches
+/// the operations of all nodes through the cluster collector, in one call.
 ///
 /// Exit codes: 0 if the requests were sent, whatever the answers say; 1 if there is nothing to
 /// record; 2 for a wrong command line.

@@ -38,7 +38,7 @@ pub struct RankInfo {
     pub instance: ::prost::alloc::string::String,
 }
 /// An operation. All times are CLOCK_MONOTONIC of the node, in nanoseconds; 0 means not yet.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Operation {
     /// Running number within the process, from 0.
     #[prost(uint64, tag = "1")]
@@ -107,8 +107,8 @@ pub struct Operation {
     /// Number of all these keys.
     #[prost(uint32, tag = "24")]
     pub store_key_count: u32,
-    /// For OP_KERNEL, if the launch was recorded in detail, and for a collective whose kernel was seen:
-    /// NCCL has one block for each channel.
+    /// For OP_KERNEL, if the launch was recorded in detail, and for a collective whose kernel was
+    /// seen: NCCL has one block for each channel.
     #[prost(message, optional, boxed, tag = "25")]
     pub launch: ::core::option::Option<::prost::alloc::boxed::Box<LaunchConfig>>,
     /// Only for OP_COPY.
@@ -151,7 +151,7 @@ pub struct LaunchConfig {
 }
 /// The shape of C = op(A) op(B): C has m rows and n columns. A dimension that does not fit into 32
 /// bits is clamped to the maximum.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Matmul {
     #[prost(uint32, tag = "1")]
     pub batch: u32,
@@ -682,14 +682,14 @@ impl CommunicatorState {
         }
     }
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct HookMessage {
     #[prost(oneof = "hook_message::Message", tags = "1, 2, 3, 4, 5, 6")]
     pub message: ::core::option::Option<hook_message::Message>,
 }
 /// Nested message and enum types in `HookMessage`.
 pub mod hook_message {
-    #[derive(Clone, PartialEq, Eq, Hash, ::prost::Oneof)]
+    #[derive(Clone, PartialEq, ::prost::Oneof)]
     pub enum Message {
         #[prost(message, tag = "1")]
         Hello(super::Hello),
@@ -758,7 +758,7 @@ pub struct Welcome {
     #[prost(int32, tag = "1")]
     pub collector_pid: i32,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct HangSignal {
     /// The oldest operation that has been pending for longer than the timeout.
     #[prost(message, optional, tag = "1")]
@@ -836,7 +836,7 @@ pub struct TimelineHead {
     pub memory: ::prost::alloc::vec::Vec<MemoryReading>,
 }
 /// The Python stack of the thread that launched an operation.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct LaunchStack {
     /// The operation, without ticket, sequence number, status and times.
     #[prost(message, optional, tag = "1")]
@@ -1251,7 +1251,7 @@ pub struct HostGilHolder {
     #[prost(uint64, tag = "4")]
     pub waiting: u64,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Trigger {
     #[prost(enumeration = "TriggerKind", tag = "1")]
     pub kind: i32,
@@ -1645,7 +1645,7 @@ pub struct RankEntry {
     pub communicators: ::prost::alloc::vec::Vec<u64>,
 }
 /// An incident of a job on this node, requested or already open.
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Alarm {
     /// Name chosen by the node. The cluster uses it unless the job has an open incident.
     #[prost(string, tag = "1")]

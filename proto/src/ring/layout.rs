@@ -687,7 +687,8 @@ pub fn pack_dimensions([x, y, z]: [u32; 3]) -> u64 {
 }
 
 /// Packs the size of a collective's kernel into 32 bits: the blocks of its grid, which are its
-/// channels, in the low half, and the threads of a block in the high half. Larger sizes are clamped.
+/// channels, in the low half, and the threads of a block in the high half. Larger sizes are
+/// clamped.
 #[must_use]
 pub fn pack_channels(blocks: u32, threads: u32) -> u32 {
     blocks.min(0xffff) | threads.min(0xffff) << 16

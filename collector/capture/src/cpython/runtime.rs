@@ -214,8 +214,8 @@ fn leading_number(text: &str) -> Option<u8> {
     text[..end].parse().ok()
 }
 
-/// First bytes of `_PyRuntime` from 3.13 on, and the offsets of the version after them and of whether
-/// the build is a free-threaded one.
+/// First bytes of `_PyRuntime` from 3.13 on, and the offsets of the version after them and of
+/// whether the build is a free-threaded one.
 const COOKIE: u64 = u64::from_le_bytes(*b"xdebugpy");
 const VERSION_OFFSET: u64 = 8;
 const FREE_THREADED_OFFSET: u64 = 16;

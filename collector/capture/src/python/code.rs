@@ -42,8 +42,8 @@ enum Instructions {
     Indexed,
     /// In the code object, from this address on.
     Inside(u64),
-    /// In copies, from these addresses on, and their length in bytes. Each thread of a free-threaded
-    /// build executes a copy of its own, which it makes when it needs one.
+    /// In copies, from these addresses on, and their length in bytes. Each thread of a
+    /// free-threaded build executes a copy of its own, which it makes when it needs one.
     Copied(Vec<u64>, u64),
 }
 

@@ -121,8 +121,8 @@ pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState
     let mut chain = Chain::default();
     let followed = first_frame(memory, layout, thread, &mut chain).and_then(|()| follow(memory, layout, &mut chain));
     chain.problem = match (followed, chain.frames.last()) {
-        // From 3.12 on, a frame of C code is the root. A chain that ends before it was followed into
-        // a generator that has yielded meanwhile.
+        // From 3.12 on, a frame of C code is the root. A chain that ends before it was followed
+        // into a generator that has yielded meanwhile.
         (Ok(false), Some(last)) if layout.minor >= 12 => Some(ReadError { what: ROOT, address: last.address }),
         (followed, _) => followed.err(),
     };

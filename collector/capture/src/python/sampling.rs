@@ -329,8 +329,8 @@ impl StackReader {
         outcome
     }
 
-    /// Reads the names of code that is not known. Code whose copy of the instructions is not known is
-    /// read again: the thread has just made it. Returns whether all of it is known then.
+    /// Reads the names of code that is not known. Code whose copy of the instructions is not known
+    /// is read again: the thread has just made it. Returns whether all of it is known then.
     fn name(&mut self, memory: &mut Snapshot, frames: &[InterpreterFrame]) -> bool {
         let (offset, length) = code::identity(&self.layout);
         if self.codes.len() > MAX_CODES {

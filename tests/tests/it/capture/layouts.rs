@@ -1,6 +1,6 @@
 //! The offsets of the structures of every CPython are those of its headers, and what is read with
-//! them. No Debian has a free-threaded build (without a GIL), but its headers are those of the other
-//! build. So a small program with the structures of such an interpreter stands in for it.
+//! them. No Debian has a free-threaded build (without a GIL), but its headers are those of the
+//! other build. So a small program with the structures of such an interpreter stands in for it.
 
 use std::{
     fs,
@@ -235,8 +235,8 @@ int main(int count, char **arguments) {
 }
 "#;
 
-/// The stand-ins for all free-threaded builds whose headers are there. No object file has what their
-/// headers refer to, and nothing of it is called.
+/// The stand-ins for all free-threaded builds whose headers are there. No object file has what
+/// their headers refer to, and nothing of it is called.
 fn stand_ins(folder: &Path) -> Vec<(&'static str, PathBuf)> {
     let mut made = Vec::new();
     for version in FREE_THREADED {

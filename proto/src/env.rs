@@ -1,7 +1,15 @@
-//! The effective settings: the value of each variable, its origin, and its problem, for reports.
+//! All environment variables that xpu_timer reads. The value comes from the environment, else from
+//! the INI file that `XPU_TIMER_CONFIG` names, else from the default in [`VARIABLES`].
+//!
+//! Each program's `config.rs` builds its typed settings from a [`Source`]. An invalid value never
+//! stops a program: the default is used, and a [`Problem`] reports it. [`Source::settings`] has the
+//! effective settings: the value of each variable, its origin, and its problem, for reports.
 
-use super::source::{Problem, Source};
-use super::variables::{VARIABLES, Variable};
+mod source;
+mod variables;
+
+pub use source::{LONGEST, Problem, Source, own_variable};
+pub use variables::{HANDED_OVER, VARIABLES, Variable, WITHOUT_EFFECT};
 
 /// Where a value comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -129,7 +137,7 @@ impl Source {
 
 #[cfg(test)]
 mod tests {
-    use super::super::source::ABOVE_ZERO;
+    use super::source::ABOVE_ZERO;
     use super::*;
 
     fn setting(pairs: &'static [(&str, &str)], ini: &str, name: &str) -> Setting {
