@@ -14,7 +14,10 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use xpu_timer_proto::procfs;
 
-use crate::needs::{finish, remove, set_up};
+use crate::{
+    needs::{finish, remove, set_up},
+    tools::{python_version, skip},
+};
 
 /// Packages of the small root, besides a minimal Debian.
 const PACKAGES: &str = "python3.14,python3.15";
@@ -70,12 +73,26 @@ pub fn forky_headers() -> Result<PathBuf> {
     })
 }
 
+/// A free-threaded build of CPython, of a version such as `3.14t`: one of the programs in
+/// `XPU_TIMER_TEST_FREE_THREADED`, a list like `PATH`, or an installed one. With
+/// `XPU_TIMER_TEST_LONG=1`, one is built if there is none.
+#[must_use]
+pub fn free_threaded_python(version: &str) -> Option<PathBuf> {
+    let listed = std::env::var_os("XPU_TIMER_TEST_FREE_THREADED").unwrap_or_default();
+    let is_of_version = |program: &PathBuf| program.ends_with(format!("python{version}"));
+    let found = std::env::split_paths(&listed).find(is_of_version).or_else(|| python_version(version));
+    if found.is_some() || std::env::var_os("XPU_TIMER_TEST_LONG").is_none() {
+        return found;
+    }
+    built_free_threaded(version).inspect_err(|error| skip(&format!("CPython {version}: {error:#}"))).ok()
+}
+
 /// A free-threaded build of CPython, such as `3.14t`, under `target/python3.14t`. It is built from
 /// Debian's source in some minutes, because Debian has no package of it.
 ///
 /// # Errors
 /// It cannot be built; one line.
-pub(crate) fn built_free_threaded(version: &str) -> Result<PathBuf> {
+fn built_free_threaded(version: &str) -> Result<PathBuf> {
     let small = forky()?;
     let name = format!("python{version}");
     let package = name.trim_end_matches('t');

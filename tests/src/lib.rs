@@ -16,13 +16,13 @@ mod tools;
 pub use archive::{fuzz_corpus, keep_fuzz_corpus, rank6_dumps, read_archive, write_archive, write_files};
 pub use artifacts::{Artifacts, INSTALLED, PACKAGES, artifacts, copy_stripped, old_enough, write_wheel};
 pub use fake_collector::{FakeCollector, RECONNECT, ReadMode};
-pub use forky::{apt_get, forky, forky_headers, forky_with_torch, only_child, run_in_forky};
+pub use forky::{apt_get, forky, forky_headers, forky_with_torch, free_threaded_python, only_child, run_in_forky};
 pub use job::{Incident, Job, LAUNCHED_BY, end_jobs_on_signal};
 pub use needs::{DEBIAN_PYTHON, NEEDS, Need, lacks, missing};
 pub use process::{Output, Process, copy_program};
 pub use pypi::{GEVENT, PypiFramework, PypiMpi, PypiTorch, TRIO, python_with};
 pub use timelines::{Hang, Timelines};
 pub use tools::{
-    PATIENCE, compile_c, free_threaded_python, has_variable, http, idle_library, in_parallel, processes_with, python,
-    python_version, skip, tree, wait_until,
+    PATIENCE, compile_c, has_variable, http, idle_library, in_parallel, processes_with, python, python_version, skip,
+    tree, wait_until,
 };

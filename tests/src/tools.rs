@@ -14,8 +14,6 @@ use std::{
 
 use xpu_timer_proto::procfs;
 
-use crate::forky::built_free_threaded;
-
 /// Timeout for something that takes well under a second on a quiet machine.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -83,20 +81,6 @@ pub fn python_version(version: &str) -> Option<PathBuf> {
         let real = Command::new(&name).args(["-c", "import sys; print(sys.executable)"]).output().ok()?;
         real.status.success().then(|| PathBuf::from(String::from_utf8_lossy(&real.stdout).trim()))
     })
-}
-
-/// A free-threaded build of CPython, of a version such as `3.14t`: one of the programs in
-/// `XPU_TIMER_TEST_FREE_THREADED`, a list like `PATH`, or an installed one. With
-/// `XPU_TIMER_TEST_LONG=1`, one is built if there is none.
-#[must_use]
-pub fn free_threaded_python(version: &str) -> Option<PathBuf> {
-    let listed = env::var_os("XPU_TIMER_TEST_FREE_THREADED").unwrap_or_default();
-    let is_of_version = |program: &PathBuf| program.ends_with(format!("python{version}"));
-    let found = env::split_paths(&listed).find(is_of_version).or_else(|| python_version(version));
-    if found.is_some() || env::var_os("XPU_TIMER_TEST_LONG").is_none() {
-        return found;
-    }
-    built_free_threaded(version).inspect_err(|error| skip(&format!("CPython {version}: {error:#}"))).ok()
 }
 
 /// Running processes with this variable and value in their environment.

@@ -268,7 +268,7 @@ fn threads_without_a_gil_execute_their_own_copies_of_the_code() {
                 let frames: Vec<String> =
                     trace.frames.iter().map(|frame| format!("{} {}", frame.func_name, frame.file_name)).collect();
                 let leaf = format!("inner /srv/train.py:{}", 16 + number);
-                assert_eq!(frames, [&leaf, "middle /srv/train.py:31", "outer /srv/train.py:50"], "{about}");
+                assert_eq!(frames, [leaf.as_str(), "middle /srv/train.py:31", "outer /srv/train.py:50"], "{about}");
                 assert_eq!(trace.owns_gil, holder == Some(number), "{about}");
                 assert_eq!(trace.incomplete.contains("root"), word == "yields" && number == 3, "{about}");
                 let handled: Vec<(&str, &str)> =
