@@ -113,7 +113,7 @@ impl RankOperations {
             (_, Op::Copy) => Kind::Is(Part::Copies),
             _ => Kind::Is(Part::Kernels),
         };
-        self.has_kernels |= shape.launch.is_some();
+        self.has_kernels |= shape.op() == Op::Kernel && shape.launch.is_some();
         let from_ns = if times.started_ns == 0 { times.entered_ns } else { times.started_ns };
         self.intervals.push(Interval { from_ns, until_ns: times.completed_ns.max(from_ns), kind });
     }
