@@ -387,7 +387,8 @@ mod tests {
             op: op.into(),
             communicator,
             peer: if op == Op::Recv { (rank.rank as i32 + 1) % 2 } else { -1 },
-            launch: (op == Op::Kernel).then(Default::default),
+            // Of a collective, it has the channels.
+            launch: matches!(op, Op::Kernel | Op::AllReduce).then(Default::default),
             started_ns,
             completed_ns,
             seq,
@@ -436,6 +437,15 @@ mod tests {
         let mut ranks = run(|rank| if rank == 5 { step } else { USUAL });
         let slow = ranks.remove(5);
         longer(&slow, &ranks.iter().collect::<Vec<_>>(), WORLD).unwrap()
+    }
+
+    #[test]
+    fn only_kernels_themselves_show_that_kernels_are_recorded() {
+        let mut rank = RankOperations::new(0, &[]);
+        let end = add(&mut rank, Op::AllReduce, WORLD, 1, (1, 2));
+        assert!(!rank.has_kernels);
+        add(&mut rank, Op::Kernel, 0, 0, (end, 1));
+        assert!(rank.has_kernels);
     }
 
     #[test]
