@@ -203,7 +203,7 @@ impl Shape {
         };
         let [m, n, k] = [0, 1, 2].map(|size| if differing == Some(size) { total(size) } else { at(sizes[size], 0) });
         let batch = if differing.is_some() { 1 } else { total(0) };
-        // SAFETY: as above.
+        // SAFETY: the caller's arrays have at least one element, because there is a group.
         let transposes = transposes.map(|array| unsafe { *array });
         others.is_none().then_some(Shape { dimensions: [m, n, k, batch], transposes, ..Shape::default() })
     }

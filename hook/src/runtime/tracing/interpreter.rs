@@ -170,7 +170,7 @@ fn find_in_list() -> Option<Api> {
         if let Some(api) = found.and_then(|object| Api::of(&object)) {
             return Some(api);
         }
-        // SAFETY: as above.
+        // SAFETY: an entry of that list, which is not null.
         map = unsafe { (*map).next };
     }
     None
@@ -224,7 +224,7 @@ impl Api {
 
     /// The value of a key of a dictionary or a mapping.
     pub fn item(&'static self, of: &Owned, key: &CStr) -> Option<Owned> {
-        // SAFETY: as above.
+        // SAFETY: a valid reference and a C string.
         self.owned(unsafe { (self.item)(of.0, key.as_ptr()) })
     }
 
@@ -250,7 +250,7 @@ impl Api {
         // SAFETY: the thread holds the GIL.
         let failed = unsafe { !(self.occurred)().is_null() };
         if failed {
-            // SAFETY: as above.
+            // SAFETY: the thread holds the GIL.
             unsafe { (self.clear)() };
         }
         failed
@@ -258,7 +258,7 @@ impl Api {
 
     /// Whether the thread handles an exception, which must not be disturbed.
     pub fn has_exception(&self) -> bool {
-        // SAFETY: as above.
+        // SAFETY: the thread holds the GIL.
         unsafe { !(self.occurred)().is_null() }
     }
 
@@ -271,7 +271,7 @@ impl Api {
             self.failed();
             return None;
         }
-        // SAFETY: as above; the bytes are UTF-8.
+        // SAFETY: a C string of the object, not null.
         unsafe { CStr::from_ptr(text) }.to_str().ok()
     }
 
@@ -284,13 +284,13 @@ impl Api {
 
     /// A module of the interpreter itself.
     pub fn builtin_module(&'static self, name: &CStr) -> Option<Owned> {
-        // SAFETY: as above, and a C string.
+        // SAFETY: the thread holds the GIL, and the name is a C string.
         self.owned(unsafe { (self.import)(name.as_ptr()) })
     }
 
     /// An object of `sys`.
     pub fn system(&'static self, name: &CStr) -> Option<Owned> {
-        // SAFETY: as above.
+        // SAFETY: the thread holds the GIL, and the name is a C string.
         self.kept(unsafe { (self.system)(name.as_ptr()) })
     }
 
@@ -308,7 +308,7 @@ impl Api {
 
     /// A text as an object.
     pub fn of_text(&'static self, value: &CStr) -> Option<Owned> {
-        // SAFETY: as above, and a C string.
+        // SAFETY: the thread holds the GIL, and the value is a C string.
         self.owned(unsafe { (self.from_text)(value.as_ptr()) })
     }
 
@@ -321,7 +321,7 @@ impl Api {
     /// A native function that is made with an object, and says that it is of a module. `method` is
     /// used as long as the interpreter runs.
     pub fn of_native_with(&'static self, method: &'static Method, with: &Owned, module: &Owned) -> Option<Owned> {
-        // SAFETY: as above, and valid references.
+        // SAFETY: the definition is static, and both references are valid.
         self.owned(unsafe { (self.native)(method, with.0, module.0) })
     }
 
@@ -406,11 +406,11 @@ impl Api {
 
     /// The items of a tuple.
     pub fn items(&'static self, tuple: &Owned) -> impl Iterator<Item = Owned> {
-        // SAFETY: a valid reference; -1 if it is no tuple.
+        // SAFETY: a valid reference; -1 if it is not a tuple.
         let count = unsafe { (self.tuple_size)(tuple.0) };
         self.failed();
         let tuple = tuple.0;
-        // SAFETY: as above, and an index of the tuple.
+        // SAFETY: a tuple that the caller owns, and an index of it.
         (0..count).filter_map(move |index| self.kept(unsafe { (self.tuple_item)(tuple, index) }))
     }
 }

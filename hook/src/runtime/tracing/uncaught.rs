@@ -4,7 +4,7 @@
 //! A native function takes the place of `sys.excepthook`, and another one that of
 //! `threading.excepthook`. Each calls what was there before with what it got, and returns what that
 //! returns. A program that sets its own later replaces ours. `sys.excepthook` stays the same object
-//! as `sys.__excepthook__` if it was: tools tell by that whether the program has set its own.
+//! as `sys.__excepthook__` if it was, because tools check that the program has not set its own.
 
 use std::{
     ffi::CStr,
@@ -82,7 +82,7 @@ unsafe extern "C" fn uncaught(before: Reference, arguments: Reference, names: Re
     unsafe { pass_on(before, arguments, names) }
 }
 
-/// `threading.excepthook(arguments)`. A thread may end by SystemExit, which is no failure.
+/// `threading.excepthook(arguments)`. A thread may end by SystemExit, which is not a failure.
 unsafe extern "C" fn uncaught_in_thread(before: Reference, arguments: Reference, names: Reference) -> Reference {
     keep(|api| {
         let arguments = api.kept(arguments)?;
@@ -92,7 +92,7 @@ unsafe extern "C" fn uncaught_in_thread(before: Reference, arguments: Reference,
         let (class, value, trace) = (part(c"exc_type")?, part(c"exc_value")?, part(c"exc_traceback")?);
         (!api.is_of_class(&value, "SystemExit")).then_some(Uncaught { class, value, trace, thread })
     });
-    // SAFETY: as above.
+    // SAFETY: called by the interpreter.
     unsafe { pass_on(before, arguments, names) }
 }
 
