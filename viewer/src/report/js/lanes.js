@@ -352,7 +352,7 @@ function buildLanes() {
     parts.push(count === 0 ? `pending since ${when}` : `${usText(bars.length[i])} from ${when}`);
     if (bars.waited[i] && count > 0) parts.push(`${partial ? "at least " : ""}${usText(bars.waited[i])} of it waiting for peers`);
     if (partial) parts.push("other members have no timeline");
-    if (isUnaligned(row.rank)) parts.push("its clock is not aligned");
+    if (LANES.get(row.rank).unaligned) parts.push("its clock is not aligned");
     return parts.join(", ");
   }
   const clock = (us) => `${new Date(L.from_ms + us / 1000).toISOString().slice(11, 23)} UTC`;
