@@ -406,7 +406,7 @@ fn a_disk_without_room_for_the_timelines_keeps_the_verdict() {
 }
 
 /// Runs `xpu_timer_collector timeline`, and returns its output.
-fn fetch(job: &Job, arguments: &[&str], output: &Path) -> String {
+pub fn fetch(job: &Job, arguments: &[&str], output: &Path) -> String {
     let mut command = job.command(artifacts().bin("xpu_timer_collector"));
     let ran = command.arg("timeline").args(arguments).arg("--output").arg(output).output().unwrap();
     assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
