@@ -31,7 +31,7 @@ use crate::{
     incident::{
         Head, Plan,
         folder::{Folder, rank_of_file},
-        judging, mild, records,
+        judging, mild, records, retention,
         verdict_files::{link_latest, note_problem, write_verdict},
         viewer,
     },
@@ -393,7 +393,7 @@ impl Gather {
         let files = std::mem::take(&mut self.files);
         self.remove(files);
         if let Some(folder) = &self.setup.folder {
-            mild::keep(folder);
+            retention::keep_capture(folder);
         }
     }
 

@@ -16,12 +16,14 @@ use xpu_timer_proto::timeline;
 
 use crate::{
     config::RetentionLimits,
+    error::{Error, chain},
     incident::{
-        folder::{id, incident_of, is_own_folder, own_folders},
+        folder::{Folder, id, incident_of, is_own_folder, own_folders},
         mild::root_of,
         records,
-        verdict_files::{RECORD, finish_leftovers, is_writer_gone},
+        verdict_files::{RECORD, change_verdict, finish_leftovers, is_writer_gone},
     },
+    os::safe_path::create_directories,
     timeline::folder::{PREFIX, UNFINISHED},
 };
 
@@ -212,6 +214,25 @@ pub fn trim_captures(root: &Path, age: Duration, now: SystemTime) {
     }
 }
 
+/// Makes the folder of an incident, whose verdict shows no problem, a mild capture. Logs errors.
+pub fn keep_capture(folder: &Path) {
+    if let Err(error) = try_keep_capture(folder) {
+        warn!("capture {}: {}", id(folder), chain(&error));
+    }
+}
+
+fn try_keep_capture(folder: &Path) -> Result<(), Error> {
+    let (Some(root), Some(name)) = (folder.parent(), folder.file_name()) else { return Ok(()) };
+    change_verdict(folder, |verdict| verdict.timing.status = Status::Mild)?;
+    let captures = root_of(root);
+    create_directories(&captures)?;
+    let kept = captures.join(name);
+    fs::rename(folder, &kept).map_err(Error::path("move the capture to", &kept))?;
+    Folder { path: kept }.timelines_came();
+    trim_captures(root, Duration::ZERO, SystemTime::now());
+    Ok(())
+}
+
 /// Removes a mild capture.
 pub fn discard_capture(folder: &Path) {
     if let Some(root) = folder.parent() {
@@ -354,6 +375,30 @@ mod tests {
         assert_eq!(mild_names(&root_of(root.path())), ["3", "4", "5", "6"]);
         trim_captures(root.path(), Duration::from_secs(3600), SystemTime::now() + Duration::from_secs(3700));
         assert_eq!(mild_names(&root_of(root.path())), [""; 0]);
+    }
+
+    #[test]
+    fn an_idle_job_of_several_nodes_has_one_capture() {
+        let root = tempfile::tempdir().unwrap();
+        for number in 1..=5 {
+            capture(root.path(), number, "a", 1);
+            let captured = own_folders(&root_of(root.path())).pop().unwrap();
+            // The nodes share this file system.
+            for node in ["", "-node-1", "-node-2"] {
+                let part = root.path().join(format!("{}{node}", captured.file_name().unwrap().display()));
+                fs::create_dir(&part).unwrap();
+                for file in fs::read_dir(&captured).unwrap().flatten() {
+                    fs::copy(file.path(), part.join(file.file_name())).unwrap();
+                }
+            }
+            fs::remove_dir_all(captured).unwrap();
+        }
+        own_folders(root.path()).iter().for_each(|folder| keep_capture(folder));
+        assert_eq!(own_folders(root.path()).len(), 0);
+        assert_eq!(mild_names(&root_of(root.path())), ["3", "3", "3", "4", "4", "4", "5", "5", "5"]);
+        let kept = own_folders(&root_of(root.path()));
+        assert!(kept.iter().all(|folder| records::verdict(folder).unwrap().timing.status == Status::Mild));
+        keep_capture(&root.path().join("incident-that-is-gone"));
     }
 
     #[test]

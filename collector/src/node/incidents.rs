@@ -21,7 +21,7 @@ use crate::{
         IdleJob, Plan, State,
         engine::{Action, Cause, Incident, RaisedCause, Record},
         folder::{Folder, folder_name, own_stamp},
-        mild, retention,
+        retention,
         verdict_files::{self, link_latest, name_others, note_problem, set_status, try_write_verdict, write_record},
     },
     job::JobKey,
@@ -203,7 +203,7 @@ impl NodeState {
     fn keep_capture(&mut self, id: &str, job: JobKey) {
         let Some(path) = self.reports.get(id).and_then(|report| report.path.clone()) else { return };
         self.mild.extend(path.parent().map(|root| (job, root.to_path_buf())));
-        self.disk.submit_for(path, mild::keep);
+        self.disk.submit_for(path, retention::keep_capture);
     }
 
     /// Captures the ranks of an incident again, because its hang lasts. Returns false while another

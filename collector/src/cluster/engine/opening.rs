@@ -67,8 +67,8 @@ impl Engine {
             self.send(node, decline(reason, false));
             return;
         }
-        // A dump by hand that the node has already taken does not contain a later hang, nor does the
-        // capture of an idle job.
+        // A dump by hand that the node has already taken does not contain a later hang, nor does
+        // the capture of an idle job.
         let taken = |one: &Incident| one.by_hand && !one.awaits(node) || one.idle_verdict.is_some();
         let is_other = |one: &Incident| one.head.id != alarm.incident && (taken(one) || self.is_before(one, node));
         let open = self
