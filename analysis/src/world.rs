@@ -490,15 +490,15 @@ mod tests {
 
     #[test]
     fn success_request_and_error_are_distinguished() {
-        let said = |text: &str| {
+        let parsed = |text: &str| {
             let exit = Exit::of(text);
             (exit.succeeded(), exit.was_requested(), exit.failed())
         };
-        assert_eq!(said("exit code 0"), (true, false, false));
-        assert_eq!(said("exit code 143"), (false, true, false));
-        assert_eq!(said("killed by SIGTERM"), (false, true, false));
-        assert_eq!(said("exit code 1"), (false, false, true));
-        assert_eq!(said("killed by SIGKILL"), (false, false, false));
-        assert_eq!(said(""), (false, false, false));
+        assert_eq!(parsed("exit code 0"), (true, false, false));
+        assert_eq!(parsed("exit code 143"), (false, true, false));
+        assert_eq!(parsed("killed by SIGTERM"), (false, true, false));
+        assert_eq!(parsed("exit code 1"), (false, false, true));
+        assert_eq!(parsed("killed by SIGKILL"), (false, false, false));
+        assert_eq!(parsed(""), (false, false, false));
     }
 }

@@ -123,7 +123,7 @@ pub async fn serve_control(server: Server, listener: TcpListener, answers: impl 
 pub async fn serve_metrics(server: Server, listener: TcpListener, answers: impl QuestionSender) {
     let cache = Arc::new(Mutex::new(None));
     let router = routes::metrics()
-        .layer(middleware::from_fn_with_state(cache, strangers_share_pages))
+        .layer(middleware::from_fn_with_state(cache, share_pages_among_other_users))
         .layer(middleware::from_fn(local_only))
         .with_state(answers);
     server.run(listener, router).await;
@@ -182,7 +182,7 @@ type Cache = Arc<Mutex<Option<(Instant, Bytes)>>>;
 const PAGE_AGE: Duration = Duration::from_secs(1);
 const PAGE_KIND: [(header::HeaderName, &str); 1] = [(header::CONTENT_TYPE, routes::PROMETHEUS)];
 
-async fn strangers_share_pages(State(cache): State<Cache>, request: Request, next: Next) -> Response {
+async fn share_pages_among_other_users(State(cache): State<Cache>, request: Request, next: Next) -> Response {
     if request.extensions().get::<Caller>().is_some_and(Caller::is_owner) {
         return next.run(request).await;
     }

@@ -16,7 +16,7 @@ use prost::Message;
 use serde_json::json;
 use xpu_timer_analysis::{
     Verdict,
-    folded::stack_words,
+    folded::stack_names,
     prefix_tree::PrefixTree,
     throughput::{dtype_name, matmul_debug},
 };
@@ -300,8 +300,8 @@ fn launch_stacks(job: &Job, folder: &Path) -> PrefixTree {
     // Innermost frame first.
     let mut insert = |rank: u32, operation: (&str, &str), frames: &[&PySpyFrame]| {
         let frames = frames.iter().map(|frame| (frame.func_name.as_str(), frame.file_name.as_str()));
-        let words: Vec<String> = stack_words([operation].into_iter().chain(frames)).collect();
-        tree.insert(words.iter().map(String::as_str), rank);
+        let names: Vec<String> = stack_names([operation].into_iter().chain(frames)).collect();
+        tree.insert(names.iter().map(String::as_str), rank);
     };
     for rank in &job.ranks {
         for stack in &rank.head.stacks {

@@ -89,8 +89,8 @@ impl<'a> Collective<'a> {
                 before.entry(operation.seq).or_default().insert(*rank_index, key(operation));
             }
         }
-        let same = |said: &HashMap<usize, Key>| {
-            dissent.groups.iter().all(|(key, views)| views.iter().all(|rank_index| said.get(rank_index) == Some(key)))
+        let same = |keys: &HashMap<usize, Key>| {
+            dissent.groups.iter().all(|(key, views)| views.iter().all(|rank_index| keys.get(rank_index) == Some(key)))
         };
         (!before.values().any(same)).then_some(dissent)
     }

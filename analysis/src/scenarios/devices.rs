@@ -410,8 +410,8 @@ fn a_kernel_left_out_on_another_stream_is_found_by_its_launches() {
     job.flight(1).operations[1].started_ns = 0;
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
-    let said = format!("Rank 2 has launched {PUT} 41 times on stream 0x7f12, ranks 0-1, 3 42 times; it is at");
-    assert!(verdict.sentence.starts_with(&said), "{}", verdict.sentence);
+    let beginning = format!("Rank 2 has launched {PUT} 41 times on stream 0x7f12, ranks 0-1, 3 42 times; it is at");
+    assert!(verdict.sentence.starts_with(&beginning), "{}", verdict.sentence);
     assert_eq!(verdict.victims, [0, 1, 3]);
 }
 

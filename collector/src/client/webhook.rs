@@ -146,8 +146,8 @@ mod tests {
     #[test]
     fn no_error_contains_the_url() {
         for url in ["hooks.example/services/T0/s3cret", "https://hooks.example/T0/s3cret", "s3cret", "https://"] {
-            let said = without_url(&format!("bad uri: {url} is missing scheme"), url);
-            assert!(said.starts_with("bad uri: ") && !said.contains("s3cret"), "{said}");
+            let shown = without_url(&format!("bad uri: {url} is missing scheme"), url);
+            assert!(shown.starts_with("bad uri: ") && !shown.contains("s3cret"), "{shown}");
         }
     }
 }

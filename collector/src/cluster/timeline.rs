@@ -42,7 +42,7 @@ struct TimelineInProgress {
     asked_ns: u64,
     // How long all nodes record before they are asked for their files; 0 for not.
     recording_ns: u64,
-    // Whether they must still be told to record.
+    // Whether the request to record must still be sent to them.
     begins: bool,
     waiting: VecDeque<NodeId>,
     // Until when each node may send its next piece.

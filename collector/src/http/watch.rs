@@ -35,7 +35,7 @@ pub struct Limits {
     /// Maximum number of unauthenticated connections of one other user or from one address.
     pub each: usize,
     /// Maximum number of all unauthenticated connections together.
-    pub strangers: usize,
+    pub unauthenticated: usize,
     /// Maximum number of connections with the token, or with the stream of a node.
     pub trusted: usize,
 }
@@ -60,7 +60,7 @@ impl Limits {
             stall: Duration::from_secs(60),
             own: share / 2,
             each: (share / 16).max(4),
-            strangers: share / 4,
+            unauthenticated: share / 4,
             trusted: descriptors / 2,
         }
     }
@@ -95,7 +95,7 @@ pub enum Class {
 }
 
 impl Class {
-    fn is_stranger(self) -> bool {
+    fn is_unauthenticated(self) -> bool {
         matches!(self, Class::User(_) | Class::Address(_))
     }
 }
@@ -153,7 +153,7 @@ impl Slots {
     pub fn evict(&self) {
         let mut open = lock(&self.open);
         let groups: [fn(Class) -> bool; 3] =
-            [Class::is_stranger, |class| class == Class::Own, |class| class == Class::Trusted];
+            [Class::is_unauthenticated, |class| class == Class::Own, |class| class == Class::Trusted];
         // Without a waiting connection, the process waits for the end of a busy one.
         let _ = groups.into_iter().any(|may_go| open.evict(may_go));
     }
@@ -248,7 +248,9 @@ impl Connections {
         if self.count(|other| other == class) >= most && !self.evict(|other| other == class) {
             return false;
         }
-        !class.is_stranger() || self.count(Class::is_stranger) < limits.strangers || self.evict(Class::is_stranger)
+        !class.is_unauthenticated()
+            || self.count(Class::is_unauthenticated) < limits.unauthenticated
+            || self.evict(Class::is_unauthenticated)
     }
 
     /// Tells the connection to end that has waited longest for its next request.
@@ -523,7 +525,7 @@ mod tests {
     use super::*;
 
     fn limits() -> Limits {
-        Limits { own: 3, each: 2, strangers: 3, trusted: 2, ..Limits::new(1024) }
+        Limits { own: 3, each: 2, unauthenticated: 3, trusted: 2, ..Limits::new(1024) }
     }
 
     #[test]

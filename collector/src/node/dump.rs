@@ -18,7 +18,7 @@ use crate::{
     node::{
         captures::{Captures, Scope},
         evidence::{RankCapture, Subject, elsewhere, has_stacks, of_ended_process},
-        folder_writer::{self, Findings, LaterTimelines, WriteResult},
+        folder_writer::{self, DeferredTimelines, Findings, WriteResult},
         plan::{DumpTask, Outcome, add_unregistered, world},
         related::{RelatedProcesses, connected_processes, family},
         sharers,
@@ -60,7 +60,7 @@ const BUDGET: Duration = Duration::from_millis(2700);
 
 /// Dumps, judges and writes one incident. Returns an outcome even when a step fails, and the
 /// timelines that are to be written when the outcome is published.
-pub fn run(task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Outcome, Option<LaterTimelines>) {
+pub fn run(task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Outcome, Option<DeferredTimelines>) {
     let evidence = task.plan.evidence();
     let timeline_path = task.timeline_path.clone();
     judging::catch_panic(|| work(task, captures, shutdown)).unwrap_or_else(|why| {
@@ -73,7 +73,7 @@ pub fn run(task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Out
     })
 }
 
-fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Outcome, Option<LaterTimelines>) {
+fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Outcome, Option<DeferredTimelines>) {
     let begun = Instant::now();
     let sampled_ns = Now::get().mono_ns;
     add_unregistered(&mut task);
@@ -108,7 +108,7 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Ou
         verdict.timing.status = Status::Mild;
     }
     let is_mild = task.is_mild;
-    let timelines = LaterTimelines::take(&mut task, &verdict, evidence.world_size);
+    let timelines = DeferredTimelines::take(&mut task, &verdict, evidence.world_size);
     let WriteResult { path, written, part, verdict } =
         folder_writer::write(Findings { task, evidence }, verdict, deadline);
     let timelines = timelines.filter(|_| written);

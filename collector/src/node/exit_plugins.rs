@@ -305,9 +305,9 @@ mod tests {
             ..Default::default()
         };
         let event = |exit: &str, found: &[Failure]| failed(exit).event(Exit::of(exit), found);
-        let said = event("exit code 1", std::slice::from_ref(&exception)).unwrap();
-        assert_eq!(said["exception"]["frames"], json!([["/job/train.py", 33, "step"]]));
-        assert_eq!((&said["about"]["rank"], &said["about"]["ip"]), (&json!(3), &json!("10.0.0.7")));
+        let sent = event("exit code 1", std::slice::from_ref(&exception)).unwrap();
+        assert_eq!(sent["exception"]["frames"], json!([["/job/train.py", 33, "step"]]));
+        assert_eq!((&sent["about"]["rank"], &sent["about"]["ip"]), (&json!(3), &json!("10.0.0.7")));
         let interrupt = Failure { r#type: "KeyboardInterrupt".into(), ..exception };
         assert_eq!(event("exit code 130", &[interrupt]), None);
         let signal = Failure {
@@ -318,9 +318,9 @@ mod tests {
             offsets: vec![7],
             ..Default::default()
         };
-        let said = event("killed by SIGSEGV (core dumped)", &[signal]).unwrap();
+        let sent = event("killed by SIGSEGV (core dumped)", &[signal]).unwrap();
         let frames = json!([{ "address": 77, "offset": 7, "function_name": "step(int)" }]);
-        assert_eq!((&said["signal"]["signal"], &said["signal"]["frame_infos"]), (&json!(11), &frames));
+        assert_eq!((&sent["signal"]["signal"], &sent["signal"]["frame_infos"]), (&json!(11), &frames));
         assert_eq!(event("killed by SIGKILL", &[]), None);
     }
 }

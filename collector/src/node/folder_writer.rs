@@ -268,7 +268,7 @@ impl Write for Stepping<'_> {
 /// The timelines of an incident whose verdict does not wait for them: they may have most of the
 /// bytes of its folder.
 #[derive(Debug)]
-pub struct LaterTimelines {
+pub struct DeferredTimelines {
     incident: String,
     world_size: u32,
     timelines: Vec<(u32, RankTimeline)>,
@@ -291,9 +291,9 @@ pub struct WrittenTimelines {
 /// come after those of the first.
 static WRITES_TIMELINES: Mutex<()> = Mutex::new(());
 /// Time limit of the viewer that draws the report again.
-const LATER_VIEW: Duration = Duration::from_secs(60);
+const REDRAW_TIMEOUT: Duration = Duration::from_secs(60);
 
-impl LaterTimelines {
+impl DeferredTimelines {
     /// Takes the timelines out of a task: in a large job those of the culprits and of one rank of
     /// each group. Those of a mild capture stay, because nobody waits for its verdict. `None` if
     /// none are left.
@@ -303,7 +303,7 @@ impl LaterTimelines {
             task.timelines.retain(|(rank, _)| some.contains(rank));
         }
         task.timelines_follow = !task.is_mild && !task.timelines.is_empty();
-        task.timelines_follow.then(|| LaterTimelines {
+        task.timelines_follow.then(|| DeferredTimelines {
             incident: task.plan.head.id.clone(),
             world_size,
             timelines: std::mem::take(&mut task.timelines),
@@ -318,7 +318,7 @@ impl LaterTimelines {
 
     fn write_with(self, path: PathBuf, silence: Duration) -> WrittenTimelines {
         let _turn = lock(&WRITES_TIMELINES);
-        let LaterTimelines { incident, world_size, timelines, draws } = self;
+        let DeferredTimelines { incident, world_size, timelines, draws } = self;
         let root = path.parent().unwrap_or(&path).to_path_buf();
         let folder = Folder { path: path.clone() };
         let work = move |steps: &Steps| {
@@ -338,7 +338,7 @@ impl LaterTimelines {
             warn!("incident {incident}: {problem}");
             return WrittenTimelines { incident, path, problem: Some(problem) };
         };
-        if draws && let Err(problem) = viewer::run(&path, true, LATER_VIEW) {
+        if draws && let Err(problem) = viewer::run(&path, true, REDRAW_TIMEOUT) {
             warn!("incident {incident}: {problem}");
         }
         let folder = Folder { path: path.clone() };

@@ -124,14 +124,14 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<RunningCo
         }
         if begun.elapsed() >= deadline {
             let what = if ended { "ended at once" } else { "does not answer" };
-            let said = spoken
+            let last_line = spoken
                 .as_mut()
                 .ok()
                 .filter(|_| ended)
                 .and_then(last_log_line)
                 .map(|line| format!(", saying \"{line}\""));
-            let said = said.unwrap_or_default();
-            bail!("{} {what}{said} ({}: {why}); its log: {log_path}", program.display(), config.socket.display());
+            let last_line = last_line.unwrap_or_default();
+            bail!("{} {what}{last_line} ({}: {why}); its log: {log_path}", program.display(), config.socket.display());
         }
         child.wait(POLL_INTERVAL, ended);
     }
@@ -364,8 +364,8 @@ mod tests {
         let new = "2026-11-22T09:50:37.1Z ERROR xpu_timer_collector::node: there is no control endpoint: port 1 is taken\n\
                    2026-11-22T09:50:37.1Z  INFO xpu_timer_collector::node: listening on /x as pid 1\n";
         std::fs::write(&path, format!("{old}{warned}{new}")).unwrap();
-        let said = problems(File::open(&path).unwrap(), old.len() as u64);
-        assert_eq!(said.unwrap(), "the node collector works, but there is no control endpoint: port 1 is taken");
+        let problems = problems(File::open(&path).unwrap(), old.len() as u64);
+        assert_eq!(problems.unwrap(), "the node collector works, but there is no control endpoint: port 1 is taken");
     }
 
     #[test]

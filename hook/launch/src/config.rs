@@ -308,8 +308,11 @@ mod tests {
         fs::write(&file, "").unwrap();
         let of = |path: PathBuf| timeline_remark(&[path, "/other/timeline".into()]);
         assert_eq!((of(folder.path().into()), of(folder.path().join("a/b"))), (None, None));
-        let said = of(file.join("timeline")).unwrap();
-        assert!(said.contains("(Not a directory)") && said.ends_with("incidents will be in /other/timeline"), "{said}");
+        let problem = of(file.join("timeline")).unwrap();
+        assert!(
+            problem.contains("(Not a directory)") && problem.ends_with("incidents will be in /other/timeline"),
+            "{problem}"
+        );
         let long = of(folder.path().join("x".repeat(300)).join("timeline")).unwrap();
         assert!(long.contains("(File name too long)"), "{long}");
     }

@@ -64,7 +64,7 @@ impl fmt::Display for Obstacle {
             Obstacle::Musl => "it uses musl, but the hook needs glibc",
             Obstacle::Bits32 => "it is a 32-bit program, but the hook is a 64-bit library",
             Obstacle::Machine => "it is not built for x86-64",
-            Obstacle::Loader(said) => return write!(f, "its dynamic loader rejects the hook: {said}"),
+            Obstacle::Loader(message) => return write!(f, "its dynamic loader rejects the hook: {message}"),
         })
     }
 }
@@ -109,8 +109,8 @@ impl Image {
             return None;
         }
         let output = Command::new(loader).arg("--list").arg(&self.file).env("LD_PRELOAD", hook).output().ok()?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        let line = said.lines().find(|line| line.contains(&*hook.to_string_lossy()))?;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let line = stderr.lines().find(|line| line.contains(&*hook.to_string_lossy()))?;
         Some(Obstacle::Loader(line.trim().to_string()))
     }
 }
@@ -328,8 +328,8 @@ mod tests {
         let program = executable(&folder.path().join("program"), &elf(64, 62, &loader.display().to_string()));
         let image = Image::of(&program).unwrap();
         executable(&loader, b"#!/bin/sh\necho \"ERROR: ld.so: $LD_PRELOAD: GLIBC_2.28 not found\" >&2\n");
-        let said = image.refusal_of(hook).expect("it refuses").to_string();
-        assert!(said.contains("GLIBC_2.28 not found"), "{said}");
+        let message = image.refusal_of(hook).expect("it refuses").to_string();
+        assert!(message.contains("GLIBC_2.28 not found"), "{message}");
         executable(&loader, b"#!/bin/sh\necho \"$LD_PRELOAD (0x7f00)\"\n");
         assert_eq!(image.refusal_of(hook), None);
     }

@@ -104,8 +104,8 @@ fn loads(hook: &Path) -> Result<()> {
     }
     // If no process can be created, the command will fail as well and report it.
     let Ok(output) = tried.env("LD_PRELOAD", hook).output() else { return Ok(()) };
-    let said = String::from_utf8_lossy(&output.stderr);
-    let complaint = said.lines().find(|line| line.contains(&*hook.to_string_lossy()));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let complaint = stderr.lines().find(|line| line.contains(&*hook.to_string_lossy()));
     match complaint {
         Some(line) => bail!("{line}"),
         None if output.status.success() => Ok(()),

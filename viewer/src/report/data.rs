@@ -80,8 +80,8 @@ pub struct Trees {
 pub struct Tree {
     /// Depth of every node, from 0.
     pub depth: Vec<u32>,
-    /// Label of every node.
-    pub word: Vec<TextId>,
+    /// Name of every node, `func@file`.
+    pub name: Vec<TextId>,
     /// Ranks whose stacks include the node in the last sample. Empty for nodes that only the first
     /// sample or a child process has.
     pub ranks: Vec<SetId>,
@@ -373,7 +373,7 @@ pub fn draw(
         let parent = node.parent.and_then(|parent| places.get(&parent));
         tree.depth.push(parent.map_or(0, |&parent: &u32| tree.depth[parent as usize] + 1));
         places.insert(id, place);
-        tree.word.push(texts.number(merged.text(id)));
+        tree.name.push(texts.number(merged.text(id)));
         tree.ranks.push(number(&node.ranks, sets));
         tree.main.push(number(main.get(&id).unwrap_or(&nobody), sets));
     }
