@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use xpu_timer_proto::{
     server::{Awaited, AwaitedKind, Holder},
-    v1::{Evidence, Op, OpKind, Operation},
+    v1::{Evidence, Op, OpKind, Operation, TriggerKind},
 };
 
 use crate::{
@@ -91,6 +91,11 @@ impl<'a> Case<'a> {
         };
         let fully_recorded = comms.iter().map(fully_recorded).collect();
         Case { evidence, world, comms, graph, stack_waiters: Vec::new(), fully_recorded }
+    }
+
+    /// What opened the incident.
+    pub fn trigger_kind(&self) -> TriggerKind {
+        self.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind())
     }
 
     /// The view of a rank.
