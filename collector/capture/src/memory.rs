@@ -142,16 +142,11 @@ const BATCH_PAGES: usize = 1024;
 const SPARE_PAGES: usize = 64;
 
 /// A structure that could not be read or followed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{what} at {address:#x} cannot be read")]
 pub(crate) struct ReadError {
     pub what: &'static str,
     pub address: u64,
-}
-
-impl std::fmt::Display for ReadError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} at {:#x} cannot be read", self.what, self.address)
-    }
 }
 
 /// Where the copy of a page is: the index of the block, and the offset in it.

@@ -179,7 +179,7 @@ async fn write<A: QuestionSender, W: Wish>(State(answers): State<A>, Query(wish)
         let mut written = folder::write(&below, std::iter::from_fn(|| chunks.blocking_recv()));
         if let (true, Ok(written)) = (draws, &mut written) {
             // The samples are there, so a missing picture is not a failure.
-            written.problems.extend(viewer::run(&written.path, true, DRAW).err());
+            written.problems.extend(viewer::run(&written.path, true, DRAW).err().map(|error| chain(&error)));
         }
         // The requester may be gone.
         drop(done.send(written));

@@ -95,8 +95,8 @@ pub fn draw(root: &Path, promoted: &[String]) {
     let folders: Vec<PathBuf> = promoted.iter().map(|name| root.join(format!("incident-{name}"))).collect();
     let work = move || {
         for folder in folders {
-            if let Err(problem) = viewer::run(&folder, true, VIEW) {
-                warn!("{}: {problem}", folder.display());
+            if let Err(error) = viewer::run(&folder, true, VIEW) {
+                warn!("{}: {}", folder.display(), chain(&error));
             }
         }
     };

@@ -26,6 +26,7 @@ use xpu_timer_proto::v1::{
 };
 
 use crate::{
+    error::chain,
     http::SmallFrames,
     incident::{
         folder::rank_of_file,
@@ -106,7 +107,8 @@ pub(crate) fn status_text(status: &Status) -> String {
 
 /// Sends a part. Blocks while the cluster is slow, and returns when the stream ends.
 pub fn send_part(incident: &str, part: &PartLocation, sender: &DeliverySender) {
-    let part = part.read().unwrap_or_else(|problem| {
+    let part = part.read().unwrap_or_else(|error| {
+        let problem = chain(&error);
         warn!("incident {incident}: {problem}");
         NodeDump { incident: incident.into(), errors: vec![problem], ..Default::default() }
     });

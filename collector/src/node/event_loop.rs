@@ -132,8 +132,8 @@ impl EventLoop {
         for event in self.connections.read(id) {
             match event {
                 Event::Message(message, descriptor) => {
-                    if let Err(problem) = self.state.message(id, pid, process.as_ref(), *message, descriptor, now) {
-                        self.connections.refuse(id, &problem);
+                    if let Err(error) = self.state.message(id, pid, process.as_ref(), *message, descriptor, now) {
+                        self.connections.refuse(id, &error.to_string());
                         self.state.disconnected(id, now);
                         return;
                     }

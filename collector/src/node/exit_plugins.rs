@@ -31,6 +31,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
+    error::chain,
     node::failures::{self, SharedFault},
     os::{process::Handle, ring_file::RingFile},
 };
@@ -86,7 +87,7 @@ impl FailedRank {
         for plugin in &self.plugins {
             event["plugin"] = json!(plugin);
             if let Err(error) = self.call(&event) {
-                warn!("exit plugin {} for {}: {error}", plugin.display(), self.title);
+                warn!("exit plugin {} for {}: {}", plugin.display(), self.title, chain(&error));
             }
         }
     }
@@ -127,19 +128,38 @@ impl FailedRank {
     }
 
     /// Calls one plugin, and logs what it prints.
-    fn call(&self, event: &Value) -> Result<(), String> {
+    fn call(&self, event: &Value) -> Result<(), PluginError> {
         let python = self.process.as_ref().and_then(|process| process.python.clone());
         let python = python.unwrap_or_else(|| "python3".into());
-        let called = call(&python, event, DEADLINE).map_err(|error| format!("{}: {error}", python.display()))?;
+        let called = match call(&python, event, DEADLINE) {
+            Ok(called) => called,
+            Err(source) => return Err(PluginError::Call { python, source }),
+        };
         for line in String::from_utf8_lossy(&called.output).lines().take(MOST_LINES) {
             info!("exit plugin for {}: {}", self.title, printable::line(line));
         }
         match called.status {
-            None => Err(format!("it did not end within {DEADLINE:?} and was killed")),
-            Some(status) if !status.success() => Err(format!("{}: {status}", python.display())),
+            None => Err(PluginError::Late),
+            Some(status) if !status.success() => Err(PluginError::Failed { python, status }),
             Some(_) => Ok(()),
         }
     }
+}
+
+/// Why a plugin did not end well.
+#[derive(Debug, thiserror::Error)]
+enum PluginError {
+    /// Its process could not be started or observed.
+    #[error("{}", python.display())]
+    Call {
+        python: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("it did not end within {DEADLINE:?} and was killed")]
+    Late,
+    #[error("{}: {status}", python.display())]
+    Failed { python: PathBuf, status: ExitStatus },
 }
 
 /// What the process of a plugin did.

@@ -182,7 +182,8 @@ fn write_folder(
         return given_up();
     }
     let left = deadline.saturating_duration_since(Instant::now()).max(SHORTEST_VIEW);
-    if let Err(problem) = viewer::run(&folder.path, !task.timelines_follow, left) {
+    if let Err(error) = viewer::run(&folder.path, !task.timelines_follow, left) {
+        let problem = chain(&error);
         warn!("incident {incident}: {problem}");
         verdict.timing.errors.push(problem);
     }
@@ -338,8 +339,8 @@ impl DeferredTimelines {
             warn!("incident {incident}: {problem}");
             return WrittenTimelines { incident, path, problem: Some(problem) };
         };
-        if draws && let Err(problem) = viewer::run(&path, true, REDRAW_TIMEOUT) {
-            warn!("incident {incident}: {problem}");
+        if draws && let Err(error) = viewer::run(&path, true, REDRAW_TIMEOUT) {
+            warn!("incident {incident}: {}", chain(&error));
         }
         let folder = Folder { path: path.clone() };
         // If the disk does not answer, the next collector does this.

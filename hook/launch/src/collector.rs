@@ -78,11 +78,11 @@ pub fn overruled(config: &Config) -> Option<String> {
 /// The configuration of the job with its own collector.
 ///
 /// # Errors
-/// The path of its socket would be too long; the error is text.
-pub fn with_own_collector(config: &Config) -> Result<Config, String> {
+/// The path of its socket would be too long.
+pub fn with_own_collector(config: &Config) -> Result<Config> {
     let socket = place::beside(&config.socket, &config.wanted);
     if socket.as_os_str().len() > place::MAX_PATH_BYTES {
-        return Err(format!("{} has more than {} bytes", socket.display(), place::MAX_PATH_BYTES));
+        bail!("{} has more than {} bytes", socket.display(), place::MAX_PATH_BYTES);
     }
     Ok(Config { socket, ..config.clone() })
 }
@@ -140,14 +140,14 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<RunningCo
 /// The process id of the node collector that answers.
 ///
 /// # Errors
-/// Why none answers, as text.
-pub fn answers(socket: &Path) -> Result<i32, String> {
-    handshake(socket, ANSWER_DEADLINE).map_err(|why| why.to_string())
+/// Why none answers.
+pub fn answers(socket: &Path) -> Result<i32, NoAnswer> {
+    handshake(socket, ANSWER_DEADLINE)
 }
 
 /// Why no collector answers.
 #[derive(Debug)]
-enum NoAnswer {
+pub enum NoAnswer {
     /// No process listens.
     Absent,
     /// A process listens, but it is not a collector that we can use.

@@ -14,6 +14,7 @@ use object::{
 };
 
 use crate::{
+    error::InterpreterError,
     memory::{self, Snapshot},
     objects::bytes::exported_symbol,
 };
@@ -78,7 +79,7 @@ impl Runtime {
         elf: impl FnOnce() -> Option<ElfFile64<'a, LittleEndian>>,
         path: &str,
         bias: u64,
-    ) -> Result<Arc<Layout>, String> {
+    ) -> Result<Arc<Layout>, InterpreterError> {
         if let Some(layout) = self.layout.get() {
             return Ok(Arc::clone(layout));
         }
@@ -88,8 +89,7 @@ impl Runtime {
             Some(minor) => Some(minor),
             None => elf().and_then(|elf| minor_version(tid, &elf, path, bias)),
         };
-        let Some(minor) = minor else { return Err("the version of its CPython is unknown".into()) };
-        let layout = Arc::new(layout_of(minor, &mut memory, runtime)?);
+        let layout = Arc::new(layout_of(minor.ok_or(InterpreterError::UnknownVersion)?, &mut memory, runtime)?);
         Ok(Arc::clone(self.layout.get_or_init(|| layout)))
     }
 
@@ -232,24 +232,24 @@ fn debug_offsets_version(memory: &mut Snapshot, runtime: u64) -> Option<u8> {
 }
 
 /// The layout of one minor version, for the interpreter whose `_PyRuntime` is at `runtime`.
-fn layout_of(minor: u8, memory: &mut Snapshot, runtime: u64) -> Result<Layout, String> {
+fn layout_of(minor: u8, memory: &mut Snapshot, runtime: u64) -> Result<Layout, InterpreterError> {
     let has_debug_offsets = debug_offsets_version(memory, runtime) == Some(minor);
     let flag = runtime.wrapping_add(FREE_THREADED_OFFSET);
-    let free_threaded = has_debug_offsets && memory.read_u64(OFFSETS, flag).map_err(|error| error.to_string())? != 0;
+    let free_threaded = has_debug_offsets && memory.read_u64(OFFSETS, flag)? != 0;
     let name = format!("{}CPython 3.{minor}", if free_threaded { "free-threaded " } else { "" });
     let builds = || LAYOUTS.iter().filter(|layout| layout.free_threaded == free_threaded);
     let Some(layout) = builds().find(|layout| layout.minor == minor) else {
         let minors = || builds().map(|layout| layout.minor);
         let (oldest, newest) = (minors().min().unwrap_or(0), minors().max().unwrap_or(0));
-        return Err(format!("{name} is not supported, only 3.{oldest} to 3.{newest}"));
+        return Err(InterpreterError::Unsupported { name, oldest, newest });
     };
     let Some(debug_offsets) = &layout.debug_offsets else { return Ok(layout.clone()) };
     if !has_debug_offsets {
-        return Err(format!("{name} has no table of offsets"));
+        return Err(InterpreterError::NoDebugOffsets(name));
     }
-    let layout = layout.with_debug_offsets(debug_offsets, memory, runtime).map_err(|error| error.to_string())?;
+    let layout = layout.with_debug_offsets(debug_offsets, memory, runtime)?;
     let plausible = layout.offsets().into_iter().all(|offset| offset < MAX_OFFSET);
-    if plausible { Ok(layout) } else { Err(format!("{name} has a table of offsets of an unknown format")) }
+    if plausible { Ok(layout) } else { Err(InterpreterError::UnknownDebugOffsets(name)) }
 }
 
 #[cfg(test)]

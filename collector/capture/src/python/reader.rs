@@ -17,6 +17,7 @@ use crate::{
         Layout,
         runtime::{Runtime, file_name},
     },
+    error::InterpreterError,
     memory::{ReadError, Snapshot},
     native::{
         RawFrame,
@@ -58,18 +59,17 @@ impl PythonReader {
         live_tid: i32,
         space: &AddressSpace<'_>,
         seen: impl Iterator<Item = &'a RawFrame>,
-    ) -> Result<Option<Self>, String> {
+    ) -> Result<Option<Self>, InterpreterError> {
         Ok(locate(live_tid, space, seen)?.map(|location| PythonReader { live_tid, location }))
     }
 
     /// The threads of all interpreters of the process. `map_tid` maps a thread id in the PID
     /// namespace of the process to the id in ours.
-    pub fn threads(&self, map_tid: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, String> {
+    pub fn threads(&self, map_tid: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, InterpreterError> {
         let layout = &self.location.layout;
-        let interpreters =
-            threads::interpreters(self.live_tid, layout, self.location.address).map_err(|error| error.to_string())?;
+        let interpreters = threads::interpreters(self.live_tid, layout, self.location.address)?;
         if interpreters.is_empty() {
-            return Err("its interpreter has not been started yet, or has ended".into());
+            return Err(InterpreterError::NotRunning);
         }
         let mut found: Vec<PythonThread> = Vec::new();
         let mut thread_indices = HashMap::new();
@@ -333,7 +333,7 @@ fn locate<'a>(
     live_tid: i32,
     space: &AddressSpace<'_>,
     seen: impl Iterator<Item = &'a RawFrame>,
-) -> Result<Option<InterpreterLocation>, String> {
+) -> Result<Option<InterpreterLocation>, InterpreterError> {
     let exe = std::fs::read_link(format!("/proc/{live_tid}/exe")).unwrap_or_default();
     let exe = exe.to_string_lossy();
     let is_library = |path: &str| file_name(path).starts_with("libpython") && file_name(path).contains(".so");
@@ -372,7 +372,7 @@ fn locate<'a>(
         return Ok(idle);
     }
     if claims {
-        return Err("not CPython 3.8 or newer: it has no symbol _PyRuntime".into());
+        return Err(InterpreterError::NoRuntime);
     }
     Ok(None)
 }

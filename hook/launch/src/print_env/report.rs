@@ -16,7 +16,11 @@ use xpu_timer_proto::{
 };
 
 use super::target::{self, Library, Process, Program, Target};
-use crate::{collector, config::Config, preload};
+use crate::{
+    collector::{self, NoAnswer},
+    config::Config,
+    preload,
+};
 
 /// The contents of the report.
 pub struct Report {
@@ -31,7 +35,7 @@ pub struct Report {
     /// The node collector's socket.
     pub socket: PathBuf,
     /// The pid of the node collector, or why it does not answer.
-    pub collector: Result<i32, String>,
+    pub collector: Result<i32, NoAnswer>,
     /// Control port; metrics are on the next one.
     pub port: u16,
     /// The process or program.
