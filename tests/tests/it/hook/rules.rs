@@ -149,8 +149,8 @@ fn a_lost_device_is_an_error_and_no_hang() {
     let environment = [("XPU_SIM_FAULT", "lost:n=3"), ("XPU_TIMER_BRACKET", "all")];
     let records = check_until("a_lost_device_answers_its_error", 1, &environment, all_ended);
     let kernels = operations(&records[0], Op::Kernel);
-    // The third was launched with success, and its event reports its end. The fourth met an error before
-    // anything of it was in a stream.
+    // The third was launched with success, and its event reports its end. The fourth met an error
+    // before anything of it was in a stream.
     assert_eq!(kernels.len(), 3);
     assert_eq!((kernels[2].status(), kernels[2].error), (OpStatus::Failed, 700), "{kernels:#?}");
 }
