@@ -11,7 +11,7 @@ use std::{
 
 use xpu_timer_proto::{
     ring::{self, filtered, header},
-    v1::{FlightRecord, Op, OpStatus},
+    v1::{FlightRecord, Op, OpStatus, Operation},
 };
 use xpu_timer_tests::{
     FakeCollector, Job, Output, PATIENCE, Process, ReadMode, artifacts, compile_c, idle_library, tree, wait_until,
@@ -183,7 +183,7 @@ fn threads_are_cancelled_in_host_code_only() {
         compile_c(folder, "libcuda.so.1", &stubs, &[&flags[..], &["-Wl,-soname,libcuda.so.1"]].concat());
     };
     let guest = Guest::start_after("cancelled", driver);
-    let is_open = |operation: &Op| operation.status() == OpStatus::Pending;
+    let is_open = |operation: &Operation| operation.status() == OpStatus::Pending;
     // Until the watcher has had its turn on a busy machine.
     wait_until(PATIENCE, "no operation is left open", || {
         !guest.collector.ring(guest.process.pid()).operations.iter().any(is_open)
