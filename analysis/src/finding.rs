@@ -67,7 +67,7 @@ pub(crate) enum Fact {
 
 impl Fact {
     /// The positions of the first two of these ranks.
-    pub fn positions(rank_indices: &[usize]) -> impl Iterator<Item = Fact> {
+    pub(crate) fn positions(rank_indices: &[usize]) -> impl Iterator<Item = Fact> {
         rank_indices.iter().take(2).copied().map(Fact::Position)
     }
 }
@@ -105,7 +105,7 @@ pub(crate) enum RankFact {
 
 impl RankFact {
     /// The fact about this rank.
-    pub fn of(self, rank_index: usize) -> Fact {
+    pub(crate) fn of(self, rank_index: usize) -> Fact {
         Fact::Rank(rank_index, self)
     }
 }
@@ -172,7 +172,7 @@ pub(crate) enum Conclusion {
 
 impl Conclusion {
     /// The processes that belong to no rank and hold up the job, as indices.
-    pub fn culprit_processes(&self) -> BTreeSet<usize> {
+    pub(crate) fn culprit_processes(&self) -> BTreeSet<usize> {
         let processes = |finding: &Finding| match &finding.explanation {
             Explanation::Process(fault) => match &fault.mutual {
                 Some(mutual) => mutual.processes.clone(),
@@ -185,7 +185,7 @@ impl Conclusion {
     }
 
     /// The culprits that are late because they wait on their host, as rank indices.
-    pub fn ranks_that_wait(&self) -> BTreeSet<usize> {
+    pub(crate) fn ranks_that_wait(&self) -> BTreeSet<usize> {
         let waits = |finding: &&Finding| match &finding.explanation {
             Explanation::Process(_) | Explanation::Collective(CollectiveFault::Absent { .. }) => true,
             Explanation::Host { state, .. } => matches!(
@@ -198,7 +198,7 @@ impl Conclusion {
     }
 
     /// Whether the culprits wait for each other and not in an operation.
-    pub fn is_cycle(&self) -> bool {
+    pub(crate) fn is_cycle(&self) -> bool {
         let is_cycle = |finding: &Finding| match &finding.explanation {
             Explanation::HoldEachOther(_) => true,
             Explanation::Process(fault) => fault.mutual.is_some(),
@@ -208,7 +208,7 @@ impl Conclusion {
     }
 
     /// The ranks that are culprits because they and other processes wait for each other.
-    pub fn ranks_in_cycles(&self) -> BTreeSet<usize> {
+    pub(crate) fn ranks_in_cycles(&self) -> BTreeSet<usize> {
         let rank = |finding: &Finding| match &finding.explanation {
             Explanation::Process(fault) if fault.mutual.is_some() => Some(fault.rank_index),
             _ => None,
@@ -218,7 +218,7 @@ impl Conclusion {
 
     /// The events that all ranks are known to have entered with equal arguments, and that do not
     /// complete.
-    pub fn stalled(&self) -> Vec<Event> {
+    pub(crate) fn stalled(&self) -> Vec<Event> {
         let stalled = |finding: &Finding| match &finding.explanation {
             Explanation::Collective(CollectiveFault::Stalled { event, certain: true })
             | Explanation::Transfer(TransferFault::Stalled { event }) => Some(*event),
@@ -228,7 +228,7 @@ impl Conclusion {
     }
 
     /// The findings of the rules.
-    pub fn findings(&self) -> &[Finding] {
+    pub(crate) fn findings(&self) -> &[Finding] {
         match self {
             Conclusion::Explained { findings, .. } => findings,
             _ => &[],
@@ -236,7 +236,7 @@ impl Conclusion {
     }
 
     /// The findings whose facts are the evidence. If all ranks are stuck alike, a few show it.
-    pub fn evidence(&self) -> &[Finding] {
+    pub(crate) fn evidence(&self) -> &[Finding] {
         match self {
             Conclusion::Explained { findings, .. } => findings,
             Conclusion::AllStuckAlike(findings) => &findings[..findings.len().min(4)],

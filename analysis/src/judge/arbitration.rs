@@ -26,7 +26,7 @@ pub(super) struct Ruling<'s> {
 }
 
 impl Ruling<'_> {
-    pub fn cause(&self) -> Cause {
+    pub(super) fn cause(&self) -> Cause {
         RULES[self.rule].cause
     }
 
@@ -222,19 +222,19 @@ pub(super) fn arbitrate<'c>(case: &'c Case<'c>) -> Arbitrated<'c, 'c> {
 
 impl<'s> Arbitrated<'_, 's> {
     /// The findings of the first rule.
-    pub fn primary(&self) -> impl Iterator<Item = &Ruling<'s>> {
+    pub(super) fn primary(&self) -> impl Iterator<Item = &Ruling<'s>> {
         self.findings.iter().take_while(|ruling| ruling.rule == self.findings[0].rule)
     }
 
     /// The lowest confidence of the first rule's findings, lowered by [`LIMITS`].
-    pub fn confidence(&self) -> Confidence {
+    pub(super) fn confidence(&self) -> Confidence {
         let own = self.primary().map(|ruling| ruling.finding.confidence).min().unwrap_or(Confidence::Low);
         let limits = LIMITS.iter().map(|limit| &limit.rule).filter(|limit| (limit.applies)(self));
         limits.map(|limit| limit.confidence).fold(own, Confidence::min)
     }
 
     /// Whether no rank is the culprit because all of them are stuck in one way.
-    pub fn all_stuck_alike(&self) -> bool {
+    pub(super) fn all_stuck_alike(&self) -> bool {
         !DIFFERENCES.iter().any(|difference| (difference.rule)(self))
     }
 }

@@ -66,7 +66,7 @@ macro_rules! layout {
 
 impl Layout {
     /// Size of the last instruction in a frame: up to 3.10 a number, later a pointer.
-    pub fn instruction_bytes(&self) -> usize {
+    pub(crate) fn instruction_bytes(&self) -> usize {
         if self.code_bytes.is_some() { 8 } else { 4 }
     }
 }

@@ -55,7 +55,7 @@ const RECORD_RATE: f64 = 50.0;
 static WRITERS: Semaphore = Semaphore::const_new(4);
 
 /// The pages.
-pub fn routes<A: QuestionSender>() -> Router<A> {
+pub(crate) fn routes<A: QuestionSender>() -> Router<A> {
     Router::new()
         .route("/timeline", get(send::<A, TimelineQuery>).post(write::<A, TimelineQuery>))
         .route("/record", get(send::<A, RecordQuery>).post(write::<A, RecordQuery>))

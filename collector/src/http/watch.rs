@@ -41,10 +41,10 @@ pub struct Limits {
 }
 
 /// About one kilobyte per second over [`Limits::stall`].
-pub const STALL_BYTES: usize = 64 * 1024;
+pub(crate) const STALL_BYTES: usize = 64 * 1024;
 
 /// A peer whose machine vanished is noticed after twice this time.
-pub const KEEPALIVE: Duration = Duration::from_secs(5);
+pub(crate) const KEEPALIVE: Duration = Duration::from_secs(5);
 
 impl Limits {
     /// Limits for a process with this descriptor limit: most descriptors are for ranks, captures
@@ -204,7 +204,7 @@ impl Slots {
 
 /// Checks the deadlines of all connections until there is no server and no connection. With a timer
 /// of its own, each idle connection of a cluster collector would wake up once a second.
-pub async fn end_overdue(slots: Weak<Slots>, limits: Limits) {
+pub(crate) async fn end_overdue(slots: Weak<Slots>, limits: Limits) {
     let mut ticks = interval(limits.tick());
     loop {
         ticks.tick().await;
@@ -412,7 +412,7 @@ impl Drop for InFlight {
 }
 
 /// A response body. Its request is in flight while it is sent.
-pub struct Answer {
+pub(crate) struct Answer {
     body: Body,
     request: InFlight,
     has_deadline: bool,
@@ -422,7 +422,7 @@ impl Answer {
     /// Removes the deadline of a message stream: it may be silent for long, and pings check the
     /// peer.
     #[must_use]
-    pub fn new(body: Body, request: InFlight, is_stream: bool) -> Self {
+    pub(crate) fn new(body: Body, request: InFlight, is_stream: bool) -> Self {
         let answer = Answer { body, request, has_deadline: !is_stream };
         answer.moved();
         answer
@@ -460,14 +460,14 @@ impl HttpBody for Answer {
 }
 
 /// A connection that notes when its peer receives nothing.
-pub struct Watched<Io> {
+pub(crate) struct Watched<Io> {
     io: Io,
     watch: Arc<Watch>,
 }
 
 impl<Io> Watched<Io> {
     /// Watches a connection.
-    pub fn new(io: Io, watch: Arc<Watch>) -> Self {
+    pub(crate) fn new(io: Io, watch: Arc<Watch>) -> Self {
         Watched { io, watch }
     }
 }

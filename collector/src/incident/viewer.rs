@@ -20,7 +20,7 @@ const MAX_STDERR_BYTES: u64 = 64 * 1024;
 
 /// Why an incident has no pictures.
 #[derive(Debug, thiserror::Error)]
-pub enum ViewerError {
+pub(crate) enum ViewerError {
     /// The viewer was not found, or cannot be executed.
     #[error("the viewer {} cannot be started", program.display())]
     Start {
@@ -51,7 +51,7 @@ pub enum ViewerError {
 ///
 /// # Errors
 /// There are no pictures now.
-pub fn run(folder: &Path, timelines_came: bool, patience: Duration) -> Result<(), ViewerError> {
+pub(crate) fn run(folder: &Path, timelines_came: bool, patience: Duration) -> Result<(), ViewerError> {
     let beside = env::current_exe().ok().and_then(|own| Some(own.parent()?.join(NAME)));
     let program = beside.filter(|path| path.exists()).unwrap_or_else(|| NAME.into());
     run_program(&program, folder, timelines_came, patience)

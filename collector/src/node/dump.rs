@@ -28,14 +28,14 @@ use crate::{
 
 /// Ends the waits of running dumps when the collector stops.
 #[derive(Debug, Default)]
-pub struct ShutdownFlag {
+pub(super) struct ShutdownFlag {
     set: Mutex<bool>,
     changed: Condvar,
 }
 
 impl ShutdownFlag {
     /// Ends all current and future waits.
-    pub fn set(&self) {
+    pub(super) fn set(&self) {
         *self.set.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = true;
         self.changed.notify_all();
     }
@@ -60,7 +60,11 @@ const BUDGET: Duration = Duration::from_millis(2700);
 
 /// Dumps, judges and writes one incident. Returns an outcome even when a step fails, and the
 /// timelines that are to be written when the outcome is published.
-pub fn run(task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Outcome, Option<DeferredTimelines>) {
+pub(super) fn run(
+    task: DumpTask,
+    captures: &Captures,
+    shutdown: &ShutdownFlag,
+) -> (Outcome, Option<DeferredTimelines>) {
     let evidence = task.plan.evidence();
     let timeline_path = task.timeline_path.clone();
     judging::catch_panic(|| work(task, captures, shutdown)).unwrap_or_else(|why| {

@@ -196,7 +196,7 @@ impl EventLoop {
 
 impl NodeState {
     /// Handles a message from another thread.
-    pub fn command(&mut self, command: Command, now: Now) {
+    pub(super) fn command(&mut self, command: Command, now: Now) {
         match command {
             // The requester may be gone by now; that does no harm.
             Command::Question(Question::Status(reply)) => drop(reply.send(status::status(self, now))),

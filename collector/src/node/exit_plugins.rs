@@ -50,7 +50,7 @@ const MOST_OUTPUT: usize = 64 << 10;
 const RUNNER: &str = include_str!("exit_plugins.py");
 
 /// A rank that has failed.
-pub struct FailedRank {
+pub(super) struct FailedRank {
     /// Its description for messages.
     pub title: String,
     /// Its identity.
@@ -71,7 +71,7 @@ pub struct FailedRank {
 
 impl FailedRank {
     /// Logs the reason and calls the plugins. Blocks until they have ended.
-    pub fn examine(self) {
+    pub(super) fn examine(self) {
         let exit = Exit::of(&self.exit);
         let begun = Instant::now();
         if let (Exit::Signal(_), Some(ring)) = (exit, &self.ring) {

@@ -40,7 +40,7 @@ use crate::{
 
 /// The findings of a dump.
 #[derive(Debug)]
-pub struct Findings {
+pub(super) struct Findings {
     /// The task of the dump.
     pub task: DumpTask,
     /// The collected evidence.
@@ -49,7 +49,7 @@ pub struct Findings {
 
 /// The result of writing the folder.
 #[derive(Debug)]
-pub struct WriteResult {
+pub(super) struct WriteResult {
     /// The folder; `None` when none could be created.
     pub path: Option<PathBuf>,
     /// Whether it has the verdict.
@@ -67,7 +67,7 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(5);
 const SHORTEST_VIEW: Duration = Duration::from_millis(300);
 
 /// Writes the folder, and waits for it as long as the file system answers.
-pub fn write(found: Findings, verdict: Verdict, deadline: Instant) -> WriteResult {
+pub(super) fn write(found: Findings, verdict: Verdict, deadline: Instant) -> WriteResult {
     write_with(&Arc::new(found), verdict, deadline, STEP_TIMEOUT)
 }
 
@@ -269,7 +269,7 @@ impl Write for Stepping<'_> {
 /// The timelines of an incident whose verdict does not wait for them: they may have most of the
 /// bytes of its folder.
 #[derive(Debug)]
-pub struct DeferredTimelines {
+pub(super) struct DeferredTimelines {
     incident: String,
     world_size: u32,
     timelines: Vec<(u32, RankTimeline)>,
@@ -279,7 +279,7 @@ pub struct DeferredTimelines {
 
 /// What was written later.
 #[derive(Debug)]
-pub struct WrittenTimelines {
+pub(super) struct WrittenTimelines {
     /// Name of the incident.
     pub incident: String,
     /// Its folder.
@@ -298,7 +298,7 @@ impl DeferredTimelines {
     /// Takes the timelines out of a task: in a large job those of the culprits and of one rank of
     /// each group. Those of a mild capture stay, because nobody waits for its verdict. `None` if
     /// none are left.
-    pub fn take(task: &mut DumpTask, verdict: &Verdict, world_size: u32) -> Option<Self> {
+    pub(super) fn take(task: &mut DumpTask, verdict: &Verdict, world_size: u32) -> Option<Self> {
         let some = some_ranks(verdict);
         if world_size as usize > ALL_FILES {
             task.timelines.retain(|(rank, _)| some.contains(rank));
@@ -313,7 +313,7 @@ impl DeferredTimelines {
     }
 
     /// Writes them into the folder of the incident, and draws its report again.
-    pub fn write(self, path: PathBuf) -> WrittenTimelines {
+    pub(super) fn write(self, path: PathBuf) -> WrittenTimelines {
         self.write_with(path, STEP_TIMEOUT)
     }
 

@@ -60,7 +60,7 @@ impl NodeState {
     ///
     /// # Errors
     /// The connection must be closed.
-    pub fn message(
+    pub(super) fn message(
         &mut self,
         connection: ConnectionId,
         pid: i32,
@@ -287,14 +287,14 @@ impl NodeState {
     }
 
     /// Handles the end of a connection.
-    pub fn disconnected(&mut self, connection: ConnectionId, now: Now) {
+    pub(super) fn disconnected(&mut self, connection: ConnectionId, now: Now) {
         if let Some(id) = self.registry.disconnected(connection) {
             self.ended(id, now);
         }
     }
 
     /// Checks whether a process has ended, and handles that.
-    pub fn ended(&mut self, id: RankId, now: Now) {
+    pub(super) fn ended(&mut self, id: RankId, now: Now) {
         let Some(rank) = self.registry.get(id) else { return };
         let Some(process) = rank.process.clone().filter(|process| process.is_dead()) else { return };
         self.read_goodbye(id, now);
@@ -353,7 +353,7 @@ impl NodeState {
     }
 
     /// Handles the end of unregistered ranks.
-    pub fn note_ended_unregistered(&mut self, now: Now) {
+    pub(super) fn note_ended_unregistered(&mut self, now: Now) {
         self.launched.note_ended(self.happened_ns(now));
     }
 

@@ -41,7 +41,7 @@ use crate::{
 
 /// The address of the cluster collector, and the credentials of this node.
 #[derive(Debug, Clone)]
-pub struct Address {
+pub(super) struct Address {
     endpoint: Endpoint,
     token: Option<MetadataValue<Ascii>>,
     /// The URL of the user's setting, without a password.
@@ -67,7 +67,7 @@ impl Address {
     /// # Errors
     /// A sentence about what is wrong with them. A token never travels in plain text beyond this
     /// machine.
-    pub fn new(url: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> anyhow::Result<Self> {
+    pub(super) fn new(url: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> anyhow::Result<Self> {
         let (uri, secure) = check_url(url)?;
         let read = |path: &Path| file::read_within(path).map_err(|error| anyhow!("{}: {error}", path.display()));
         let token = match token_file {
@@ -100,7 +100,7 @@ fn bearer(token: &str) -> anyhow::Result<MetadataValue<Ascii>> {
 }
 
 /// Keeps a stream open for as long as the node runs.
-pub async fn run(address: Address, inbox: Inbox) {
+pub(super) async fn run(address: Address, inbox: Inbox) {
     let mut pause = SHORTEST_PAUSE;
     let mut last_logged = (String::new(), Instant::now());
     loop {

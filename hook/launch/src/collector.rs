@@ -50,7 +50,7 @@ const LOG_START_BYTES: u64 = 64 << 10;
 
 /// A node collector that answers.
 #[derive(Debug)]
-pub struct RunningCollector {
+pub(crate) struct RunningCollector {
     /// Its process id; 0 if it is in another PID namespace.
     pub pid: i32,
     /// What it cannot do if it was just started; a line.
@@ -59,14 +59,14 @@ pub struct RunningCollector {
 
 /// The job's settings for which the collector of its socket has other values, and that require
 /// another collector.
-pub fn differing_settings(config: &Config) -> Vec<&'static str> {
+pub(crate) fn differing_settings(config: &Config) -> Vec<&'static str> {
     let file = std::fs::read_to_string(place::settings_file(&config.socket)).unwrap_or_default();
     place::unlike(&config.wanted, &file)
 }
 
 /// The job's settings that have no effect because the collector of its socket keeps its own values;
 /// a line.
-pub fn overruled(config: &Config) -> Option<String> {
+pub(crate) fn overruled(config: &Config) -> Option<String> {
     let file = std::fs::read_to_string(place::settings_file(&config.socket)).unwrap_or_default();
     let names = place::overruled(&config.wanted, &file);
     let message = || {
@@ -79,7 +79,7 @@ pub fn overruled(config: &Config) -> Option<String> {
 ///
 /// # Errors
 /// The path of its socket would be too long.
-pub fn with_own_collector(config: &Config) -> Result<Config> {
+pub(crate) fn with_own_collector(config: &Config) -> Result<Config> {
     let socket = place::beside(&config.socket, &config.wanted);
     if socket.as_os_str().len() > place::MAX_PATH_BYTES {
         bail!("{} has more than {} bytes", socket.display(), place::MAX_PATH_BYTES);
@@ -92,7 +92,7 @@ pub fn with_own_collector(config: &Config) -> Result<Config> {
 ///
 /// # Errors
 /// Why none answers, with the location of its log.
-pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<RunningCollector> {
+pub(crate) fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<RunningCollector> {
     match handshake(&config.socket, ANSWER_DEADLINE) {
         Ok(pid) => return Ok(RunningCollector { pid, remark: None }),
         Err(NoAnswer::Absent) => {}
@@ -141,13 +141,13 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<RunningCo
 ///
 /// # Errors
 /// Why none answers.
-pub fn answers(socket: &Path) -> Result<i32, NoAnswer> {
+pub(crate) fn answers(socket: &Path) -> Result<i32, NoAnswer> {
     handshake(socket, ANSWER_DEADLINE)
 }
 
 /// Why no collector answers.
 #[derive(Debug)]
-pub enum NoAnswer {
+pub(crate) enum NoAnswer {
     /// No process listens.
     Absent,
     /// A process listens, but it is not a collector that we can use.
@@ -218,7 +218,7 @@ fn welcome(connection: &OwnedFd, patience: Duration) -> Result<(), NoAnswer> {
 ///
 /// # Errors
 /// It does not exist.
-pub fn find(config: &Config) -> Result<PathBuf> {
+pub(crate) fn find(config: &Config) -> Result<PathBuf> {
     const FILE: &str = "xpu_timer_collector";
     if let Some(daemon) = &config.daemon {
         // The collector starts in the root folder, so a relative path would be wrong.

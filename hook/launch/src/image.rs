@@ -20,7 +20,7 @@ use object::{
 use xpu_timer_proto::file::open as open_regular;
 
 /// The program of a command.
-pub struct Image {
+pub(crate) struct Image {
     /// Its file; for a script, that of its interpreter.
     pub file: PathBuf,
     /// Whether the file is a script's interpreter.
@@ -33,7 +33,7 @@ pub struct Image {
 
 /// Why the dynamic loader does not load the hook into a program.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Obstacle {
+pub(crate) enum Obstacle {
     /// It has no dynamic loader.
     Static,
     /// Its loader ignores the LD_PRELOAD of the user who starts it.
@@ -51,7 +51,7 @@ pub enum Obstacle {
 impl Obstacle {
     /// Whether LD_PRELOAD with the hook prints an error or prevents the start. Otherwise it still
     /// serves the programs that this program starts.
-    pub fn forbids_preload(&self) -> bool {
+    pub(crate) fn forbids_preload(&self) -> bool {
         !matches!(self, Obstacle::Static | Obstacle::Privileged)
     }
 }
@@ -77,7 +77,7 @@ impl Image {
     ///
     /// # Errors
     /// It does not exist, cannot be read, or is neither a program nor a script.
-    pub fn of(command: &[OsString]) -> Result<Self> {
+    pub(crate) fn of(command: &[OsString]) -> Result<Self> {
         let mut path = std::env::var_os("PATH").unwrap_or_default();
         let mut file = find(&command[0], &path)?;
         let mut arguments = command.to_vec();
@@ -102,7 +102,7 @@ impl Image {
 
     /// Why this program's loader rejects the hook. Only a loader that differs from the launcher's
     /// is asked.
-    pub fn refusal_of(&self, hook: &Path) -> Option<Obstacle> {
+    pub(crate) fn refusal_of(&self, hook: &Path) -> Option<Obstacle> {
         let loader = self.loader.as_ref()?;
         let ours = std::env::current_exe().ok().and_then(|exe| read(&exe).ok()?.0);
         if ours.is_some_and(|ours| same_file(&ours, loader)) {
@@ -182,7 +182,7 @@ fn find(name: &OsStr, path: &OsStr) -> Result<PathBuf> {
 
 /// The command after `env` with its options and variables, and the PATH in which it is searched.
 /// `None` for another command, and for an `env` without a command.
-pub fn behind_env(arguments: &[OsString], path: &mut OsString) -> Option<Vec<OsString>> {
+pub(crate) fn behind_env(arguments: &[OsString], path: &mut OsString) -> Option<Vec<OsString>> {
     let name = Path::new(arguments.first()?).file_name()?;
     if name != "env" {
         return None;

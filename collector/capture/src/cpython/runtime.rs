@@ -51,7 +51,7 @@ pub(crate) struct Runtime {
 
 impl Runtime {
     /// Finds the interpreter of an object. `None` if it has none.
-    pub fn find(elf: &ElfFile64<'_, LittleEndian>, path: &str) -> Option<Self> {
+    pub(crate) fn find(elf: &ElfFile64<'_, LittleEndian>, path: &str) -> Option<Self> {
         let mut runtime = exported_symbol(elf, RUNTIME_SYMBOL);
         let mut eval_loop = Vec::new();
         // A program that an interpreter is linked into need not export anything.
@@ -73,7 +73,7 @@ impl Runtime {
 
     /// The layout of the version that a process runs. `tid` is a thread of the process; `bias` is
     /// the object's address in the process less its address in the file.
-    pub fn layout<'a>(
+    pub(crate) fn layout<'a>(
         &self,
         tid: i32,
         elf: impl FnOnce() -> Option<ElfFile64<'a, LittleEndian>>,
@@ -94,7 +94,7 @@ impl Runtime {
     }
 
     /// Whether an address in the file belongs to the interpreter's loop.
-    pub fn is_eval_loop(&self, address: u64) -> bool {
+    pub(crate) fn is_eval_loop(&self, address: u64) -> bool {
         self.eval_loop.iter().any(|range| range.contains(&address)) || self.is_unnamed_part(address)
     }
 
@@ -107,28 +107,28 @@ impl Runtime {
     }
 
     /// The name of a function that has no name in any symbol table.
-    pub fn name(&self, address: u64) -> Option<&'static str> {
+    pub(crate) fn name(&self, address: u64) -> Option<&'static str> {
         self.is_unnamed_part(address).then_some(UNNAMED_PART)
     }
 
     /// Whether the code of the loop is known.
-    pub fn has_eval_loop(&self) -> bool {
+    pub(crate) fn has_eval_loop(&self) -> bool {
         !self.eval_loop.is_empty()
     }
 
     /// Whether a part of the loop was found through stacks.
-    pub fn has_unnamed_part(&self) -> bool {
+    pub(crate) fn has_unnamed_part(&self) -> bool {
         self.unnamed_part.read().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
     /// Adds a function to the loop.
-    pub fn set_unnamed_part(&self, part: Range<u64>) {
+    pub(crate) fn set_unnamed_part(&self, part: Range<u64>) {
         *self.unnamed_part.write().unwrap_or_else(PoisonError::into_inner) = Some(part);
     }
 
     /// Whether the code at an address in the file publishes a frame. There, the state of the thread
     /// is about to change in more than one step.
-    pub fn is_publishing_frame(&self, address: u64) -> bool {
+    pub(crate) fn is_publishing_frame(&self, address: u64) -> bool {
         self.eval_loop.iter().any(|range| range.contains(&address) && address - range.start < PUBLISHING_BYTES)
     }
 }

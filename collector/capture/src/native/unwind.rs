@@ -42,7 +42,7 @@ pub(crate) enum End {
 
 impl End {
     /// The reason as text for a person; empty for a complete stack.
-    pub fn describe(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         match self {
             End::Root => String::new(),
             End::Memory(address) => format!("memory at {address:#x} could not be read"),
@@ -322,17 +322,17 @@ pub(crate) struct Memory<'a> {
 
 impl<'a> Memory<'a> {
     /// The memory of a sleeping thread, copied on demand.
-    pub fn on_demand(tid: i32, space: &'a AddressSpace<'a>) -> Self {
+    pub(super) fn on_demand(tid: i32, space: &'a AddressSpace<'a>) -> Self {
         Memory { regions: RefCell::default(), source: Some((tid, space)), highest_read: Cell::new(0) }
     }
 
     /// Only these copies.
-    pub fn from_copies(regions: Vec<Region>) -> Self {
+    pub(super) fn from_copies(regions: Vec<Region>) -> Self {
         Memory { regions: RefCell::new(regions), source: None, highest_read: Cell::new(0) }
     }
 
     /// Reads an unsigned number of `size` bytes, at most 8.
-    pub fn read_number(&self, address: u64, size: usize) -> Option<u64> {
+    pub(super) fn read_number(&self, address: u64, size: usize) -> Option<u64> {
         let known = self.copied(address, size);
         known.or_else(|| self.fetch(address).and_then(|()| self.copied(address, size)))
     }
@@ -376,14 +376,14 @@ impl<'a> Memory<'a> {
     }
 
     /// Number of bytes from the start of the stack to the end of the highest number that was read.
-    pub fn stack_length(&self) -> usize {
+    pub(super) fn stack_length(&self) -> usize {
         let regions = self.regions.borrow();
         let length = |stack: &Region| usize::try_from(self.highest_read.get().saturating_sub(stack.start)).unwrap_or(0);
         regions.first().map_or(0, |stack| length(stack).min(stack.bytes.len()))
     }
 
     /// Copies the stack of a thread from `sp` upwards, as many bytes as most stacks have.
-    pub fn fetch_stack(&self, sp: u64) -> Result<(), Error> {
+    pub(super) fn fetch_stack(&self, sp: u64) -> Result<(), Error> {
         let Some((tid, space)) = self.source else { return Ok(()) };
         let mapping = space.mapping(sp);
         self.regions.borrow_mut().push(Region::read_stack(tid, sp, mapping.as_deref(), vec![0; RANGE_BYTES])?);

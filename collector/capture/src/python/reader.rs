@@ -55,7 +55,7 @@ pub(crate) struct PythonThread {
 
 impl PythonReader {
     /// Finds the interpreter. `None` if the process runs no Python.
-    pub fn find<'a>(
+    pub(crate) fn find<'a>(
         live_tid: i32,
         space: &AddressSpace<'_>,
         seen: impl Iterator<Item = &'a RawFrame>,
@@ -65,7 +65,7 @@ impl PythonReader {
 
     /// The threads of all interpreters of the process. `map_tid` maps a thread id in the PID
     /// namespace of the process to the id in ours.
-    pub fn threads(&self, map_tid: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, InterpreterError> {
+    pub(crate) fn threads(&self, map_tid: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, InterpreterError> {
         let layout = &self.location.layout;
         let interpreters = threads::interpreters(self.live_tid, layout, self.location.address)?;
         if interpreters.is_empty() {
@@ -101,13 +101,13 @@ impl PythonReader {
     }
 
     /// Whether the interpreter is shutting down. Threads that wait for the GIL then never get it.
-    pub fn is_finalizing(&self) -> bool {
+    pub(crate) fn is_finalizing(&self) -> bool {
         let at = self.location.address.wrapping_add(self.location.layout.runtime_finalizing);
         Snapshot::new(self.live_tid).read_u64("_PyRuntime", at).is_ok_and(|thread| thread != 0)
     }
 
     /// Reads the current stacks of all threads.
-    pub fn read(&self, threads: &mut [PythonThread]) {
+    pub(crate) fn read(&self, threads: &mut [PythonThread]) {
         let layout = &self.location.layout;
         let mut memory = Snapshot::new(self.live_tid);
         frames::fetch(&mut memory, layout, threads.iter().flat_map(PythonThread::states));
@@ -214,7 +214,7 @@ const GREENLET_CLASS: &str = "greenlet";
 impl PythonReader {
     /// Adds the suspended greenlets of the process to the first thread that switches between
     /// greenlets. If its hub waits, the code for which it waits is added to its stack.
-    pub fn add_greenlets(&self, threads: &mut [PythonThread], deadline: Instant) {
+    pub(crate) fn add_greenlets(&self, threads: &mut [PythonThread], deadline: Instant) {
         let layout = &self.location.layout;
         // Deep stacks repeat a few functions.
         let mut seen = HashSet::new();
@@ -276,7 +276,7 @@ impl PythonThread {
     }
 
     /// Why the stack may be wrong or incomplete.
-    pub fn incomplete_reason(&self) -> Option<String> {
+    pub(crate) fn incomplete_reason(&self) -> Option<String> {
         const MOVED: &str = "the inner frames changed while they were read; only the outer ones are shown";
         let is_cut = || self.stack.is_cut.then(|| MOVED.into());
         let ran = || (!self.is_consistent).then(|| "read while the thread ran, so it may be wrong".into());
@@ -285,7 +285,7 @@ impl PythonThread {
 
     /// The message for the thread, and for each of its frames whether C code entered the
     /// interpreter with it.
-    pub fn finish(self, pid: i32, active: bool) -> (PySpyStacktrace, Vec<bool>) {
+    pub(crate) fn finish(self, pid: i32, active: bool) -> (PySpyStacktrace, Vec<bool>) {
         let trace = PySpyStacktrace {
             incomplete: self.incomplete_reason().unwrap_or_default(),
             pid: pid as u32,

@@ -119,7 +119,12 @@ impl StackReader {
     ///
     /// # Errors
     /// The interpreter cannot be read.
-    pub fn find(images: &Images, pid: i32, live_tid: i32, main_only: bool) -> Result<Option<Self>, InterpreterError> {
+    pub(crate) fn find(
+        images: &Images,
+        pid: i32,
+        live_tid: i32,
+        main_only: bool,
+    ) -> Result<Option<Self>, InterpreterError> {
         let space = AddressSpace::open(images, pid, live_tid)?;
         let Some(python) = PythonReader::find(live_tid, &space, std::iter::empty())? else { return Ok(None) };
         let status = procfs::status(pid, live_tid).map_err(Error::from)?;
@@ -145,7 +150,7 @@ impl StackReader {
     ///
     /// # Errors
     /// The interpreter can no longer be read: it ended, or the process executed another program.
-    pub fn list_threads(&mut self) -> Result<(), InterpreterError> {
+    pub(crate) fn list_threads(&mut self) -> Result<(), InterpreterError> {
         for _ in 0..LIST_ATTEMPTS {
             let interpreters = self.interpreters()?;
             self.take_threads(&interpreters);
@@ -236,7 +241,7 @@ impl StackReader {
     ///
     /// # Errors
     /// The interpreter can no longer be read: it ended, or the process executed another program.
-    pub fn sample(&mut self) -> Result<(), InterpreterError> {
+    pub(crate) fn sample(&mut self) -> Result<(), InterpreterError> {
         let mut copied = self.copy()?;
         if !self.is_list_unchanged(copied) {
             self.list_threads()?;
@@ -378,7 +383,7 @@ impl StackReader {
     }
 
     /// The frames of a thread, innermost first, as numbers that `number` gives to them.
-    pub fn frames(&mut self, thread: usize, mut number: impl FnMut(PySpyFrame) -> u32, out: &mut Vec<u32>) {
+    pub(crate) fn frames(&mut self, thread: usize, mut number: impl FnMut(PySpyFrame) -> u32, out: &mut Vec<u32>) {
         out.clear();
         let chains = self.threads[thread].states.iter().flat_map(|state| &state.chain.frames);
         for frame in chains {
@@ -392,7 +397,7 @@ impl StackReader {
     }
 
     /// Forgets the numbers of frames and stacks.
-    pub fn forget_numbers(&mut self) {
+    pub(crate) fn forget_numbers(&mut self) {
         self.codes.values_mut().for_each(|known| known.frames.clear());
         self.threads.iter_mut().for_each(|thread| thread.number = None);
     }
@@ -400,7 +405,7 @@ impl StackReader {
 
 impl SampledThread {
     /// What distinguishes the thread from others and from later ones.
-    pub fn key(&self) -> (i32, u64) {
+    pub(crate) fn key(&self) -> (i32, u64) {
         (self.tid, self.pthread)
     }
 }
