@@ -154,6 +154,29 @@ pub(crate) enum Exclusion {
     IsBehind(usize),
 }
 
+/// One rule of an ordered table, and what a reader needs to know about it.
+pub(crate) struct TableRule<R> {
+    /// Name of the rule.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
+    pub name: &'static str,
+    /// Why the rule holds.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
+    pub reason: &'static str,
+    /// The scenario that fails without the rule.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
+    pub scenario: &'static str,
+    /// What the rule does.
+    pub rule: R,
+}
+
+#[cfg(test)]
+impl<R> TableRule<R> {
+    /// Its name, reason and scenario.
+    pub fn texts(&self) -> (&'static str, &'static str, &'static str) {
+        (self.name, self.reason, self.scenario)
+    }
+}
+
 /// What the judge concludes. The sentence of the verdict says it.
 #[derive(Debug, Clone)]
 pub(crate) enum Conclusion {

@@ -17,7 +17,7 @@ use crate::{
     calibration::{self, FIRST_RUNS},
     case::{Behind, Case},
     causes::RULES,
-    finding::{Conclusion, EvidenceGap, HealthyReason, JobFact, Rule},
+    finding::{Conclusion, EvidenceGap, HealthyReason, JobFact, Rule, TableRule},
     graph::Suspect,
     report, stay, suspended,
     verdict::{Cause, Confidence, CulpritProcess, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
@@ -60,29 +60,6 @@ pub fn judge_encoded(evidence: &Evidence, operations: &[EncodedOperations]) -> V
     verdict.evidence.extend(stay::lines(&evidence, &verdict.culprits));
     verdict.evidence.extend(suspended::lines(&evidence, &verdict.culprits));
     verdict
-}
-
-/// One rule of an ordered table, and what a reader needs to know about it.
-struct TableRule<R> {
-    /// Name of the rule.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
-    name: &'static str,
-    /// Why the rule holds.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
-    reason: &'static str,
-    /// The scenario that fails without the rule.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
-    scenario: &'static str,
-    /// What the rule does.
-    rule: R,
-}
-
-#[cfg(test)]
-impl<R> TableRule<R> {
-    /// Its name, reason and scenario.
-    fn texts(&self) -> (&'static str, &'static str, &'static str) {
-        (self.name, self.reason, self.scenario)
-    }
 }
 
 /// Whether a rule applies to a case.

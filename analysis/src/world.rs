@@ -87,8 +87,14 @@ impl EncodedOperations {
         })?;
         let mut evidence = RankEvidence::decode(&rest[..])?;
         if let Some(record) = record {
-            pending.shrink_to_fit();
-            evidence.flight = Some(FlightRecord { operations: pending, ..FlightRecord::decode(&record[..])? });
+            let mut flight = FlightRecord { operations: pending, ..FlightRecord::decode(&record[..])? };
+            // A list of one entry has room for four. A large job has 100,000 of each.
+            flight.operations.shrink_to_fit();
+            flight.communicators.shrink_to_fit();
+            flight.streams.shrink_to_fit();
+            flight.kernels.shrink_to_fit();
+            flight.coverage.shrink_to_fit();
+            evidence.flight = Some(flight);
         }
         Ok((evidence, EncodedOperations { encoded: operations.into(), decoded: OnceLock::new() }))
     }

@@ -13,6 +13,7 @@ pub(crate) mod viewer;
 use std::{collections::BTreeMap, time::Duration};
 
 use serde::Serialize;
+use serde_json::{Value, json};
 use xpu_timer_analysis::{Status, Verdict};
 use xpu_timer_proto::v1::{Evidence, Trigger};
 
@@ -121,6 +122,24 @@ impl State {
             State::Ended => Status::Ended,
             State::Open | State::Dumped | State::Adopted => Status::Open,
         }
+    }
+}
+
+/// A job that was examined and found idle.
+#[derive(Debug)]
+pub struct IdleJob {
+    /// Its last launch, CLOCK_MONOTONIC of this machine.
+    pub last_launch_ns: u64,
+    /// The sentence of the verdict.
+    pub sentence: String,
+}
+
+impl IdleJob {
+    /// The entry of `/status`.
+    #[must_use]
+    pub fn json(&self, job: &JobKey, now: Now) -> Value {
+        let since_ns = now.unix_ns.saturating_sub(now.mono_ns.saturating_sub(self.last_launch_ns));
+        json!({ "job": job.to_string(), "since": rfc3339(since_ns), "sentence": self.sentence })
     }
 }
 

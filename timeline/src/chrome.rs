@@ -169,10 +169,11 @@ impl<'a, W: Write> RankJson<'a, W> {
     }
 
     /// Writes an operation of the current block: its launch, its kernel, and the arrow between.
+    /// `on_device` is its slice in the trace: those of one stream are nested or apart.
     ///
     /// # Errors
     /// Those of the output.
-    pub fn operation(&mut self, time: &Times) -> io::Result<()> {
+    pub fn operation(&mut self, time: &Times, on_device: Option<(u64, u64)>) -> io::Result<()> {
         let map = &self.job.clocks[self.rank.node].map;
         let base_ns = self.base_ns;
         let us = |ns: u64| since_us(base_ns, map.apply(ns));
@@ -191,11 +192,9 @@ impl<'a, W: Write> RankJson<'a, W> {
             let arguments = if template.is_host { &*template.arguments } else { "" };
             write!(out, "\"args\": {{{arguments}\"correlation\": {correlation}}}}}")?;
         }
-        if template.is_host || !is_completed(time.status, time.completed_ns) {
-            return Ok(());
-        }
-        let from = us(if time.started_ns == 0 { time.entered_ns } else { time.started_ns });
-        let dur = (us(time.completed_ns) - from).max(0.0);
+        let is_kernel = !template.is_host && is_completed(time.status, time.completed_ns);
+        let Some((from_ns, until_ns)) = on_device.filter(|_| is_kernel) else { return Ok(()) };
+        let (from, dur) = (since_us(base_ns, from_ns), since_us(from_ns, until_ns));
         begin(out)?;
         write!(out, "{{{}, \"ts\": {from:.3}, \"dur\": {dur:.3}, ", template.kernel)?;
         write!(out, "\"args\": {{{}, \"correlation\": {correlation}, \"seq\": {}}}}}", template.arguments, time.seq)

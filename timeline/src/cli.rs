@@ -376,14 +376,15 @@ fn write_rank(
         matmuls.begin_block(&block.shapes);
         json.iter_mut().for_each(|json| json.begin_block(block));
         for time in times {
-            if let Some((class, from, until)) = trace.operation(&time) {
+            let on_device = trace.operation(&time);
+            if let Some((class, from, until)) = on_device {
                 busy.add(class, from, until);
             }
             if is_completed(time.status, time.completed_ns) && time.device_ns > 0 {
                 matmuls.add(time.shape, time.device_ns);
             }
             if let (Some(json), Ok(())) = (&mut json, &written) {
-                written = json.operation(&time);
+                written = json.operation(&time, on_device.map(|(_, from, until)| (from, until)));
             }
             if trace.out.len() >= FLUSH_BYTES && written.is_ok() {
                 written = append(&outputs.trace, &trace.out);

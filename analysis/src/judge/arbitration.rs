@@ -8,11 +8,11 @@ use std::collections::BTreeSet;
 
 use xpu_timer_proto::v1::Presence;
 
-use super::{TableRule, outcome::waiting};
+use super::outcome::waiting;
 use crate::{
     case::{Case, Position},
     causes::{RULES, alone_in, ended_by_agent, ended_by_signal},
-    finding::Finding,
+    finding::{Finding, TableRule},
     graph::Suspect,
     verdict::{Activity, Cause, Confidence},
 };

@@ -8,10 +8,9 @@ use xpu_timer_proto::{
     v1::{OpKind, Presence, TriggerKind},
 };
 
-use super::TableRule;
 use crate::{
     case::Case,
-    finding::{Conclusion, Finding, HealthyReason, KnownFacts},
+    finding::{Conclusion, Finding, HealthyReason, KnownFacts, TableRule},
     graph::{ProcessWait, Suspect},
     stacks::{self, Host, Movement, StuckHelper},
     verdict::{Activity, Cause, Confidence, HangEvidence},
@@ -41,7 +40,8 @@ fn unknown(conclusion: Conclusion) -> Outcome {
 /// The outcome, if a rule applies to a case.
 type Conclude = fn(&Case<'_>) -> Option<Outcome>;
 
-/// What is concluded of an incident that no rule of a cause explains. The first rule that applies counts.
+/// What is concluded of an incident that no rule of a cause explains. The first rule that applies
+/// counts.
 const UNEXPLAINED: &[TableRule<Conclude>] = &[
     TableRule {
         name: "every_rank_moves",

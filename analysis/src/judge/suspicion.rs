@@ -7,13 +7,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use xpu_timer_proto::v1::{OpKind, Operation, TriggerKind};
 
-use super::{
-    TableRule,
-    outcome::{ended_in_order, is_idle, is_served, uses_device},
-};
+use super::outcome::{ended_in_order, is_idle, is_served, uses_device};
 use crate::{
     case::{Case, Position},
     facts,
+    finding::TableRule,
     graph::Suspect,
     kernels,
     store::OtherNumber,

@@ -26,7 +26,7 @@ use crate::{
         nodes::Nodes,
     },
     http::questions::{DumpReply, Refusal},
-    incident::{BY_HAND, State, Throttle, engine::Record, records::OpenIncident},
+    incident::{BY_HAND, IdleJob, State, Throttle, engine::Record, records::OpenIncident},
     job::{JobKey, NodeId, StreamId},
     metrics::slow_ranks::SlowRanks,
     os::clock::Now,
@@ -86,6 +86,8 @@ pub struct Engine {
     pub incidents: BTreeMap<String, Incident>,
     /// Number of incidents opened by this process.
     pub opened: u64,
+    /// Jobs that were examined and found idle.
+    pub idle: BTreeMap<JobKey, IdleJob>,
     /// When this collector was started.
     pub started: Now,
     /// Ranks that slow their job down.
@@ -123,6 +125,7 @@ impl Engine {
             nodes: Nodes::default(),
             incidents: BTreeMap::new(),
             opened: 0,
+            idle: BTreeMap::new(),
             started: now,
             slow: SlowRanks::default(),
             actions: VecDeque::new(),

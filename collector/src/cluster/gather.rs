@@ -18,7 +18,7 @@ use xpu_timer_analysis::{
     rank_set::RankSet,
 };
 use xpu_timer_proto::{
-    Message as _, lenient,
+    Message as _, lenient, procfs,
     v1::{DumpFile, Evidence, NodeDump, ProcessEvidence, RankEvidence, StackTrees},
 };
 
@@ -29,13 +29,13 @@ use crate::{
     },
     error::{Error, chain},
     incident::{
-        Plan,
+        Head, Plan,
         folder::{Folder, rank_of_file},
-        judging, records,
+        judging, mild, records,
         verdict_files::{link_latest, note_problem, write_verdict},
         viewer,
     },
-    job::NodeId,
+    job::{JobKey, NodeId},
     os::{
         clock::{self, Now},
         resources,
@@ -53,6 +53,8 @@ pub struct GatherSetup {
     pub folder: Option<PathBuf>,
     /// Whether a new round begins: the folder contains the files of an earlier round.
     pub is_new_round: bool,
+    /// When the first process of the job was started, on this collector's clock.
+    pub job_started_ns: u64,
 }
 
 /// A part of a node's dump. Its trees and ranks are still encoded.
@@ -85,6 +87,8 @@ pub enum GatherTask {
     File(Box<DumpFile>, Credit),
     /// The files of these ranks were cut off.
     TransferAborted(RankSet),
+    /// The job is only idle, and all files have arrived: the folder is a mild capture.
+    KeepMild,
     /// All files of one kind have arrived: draw.
     Draw {
         /// Whether no timelines will follow.
@@ -217,6 +221,7 @@ impl Gather {
                 }
                 GatherTask::File(file, _credit) => self.file(*file),
                 GatherTask::TransferAborted(ranks) => self.transfer_aborted(&ranks),
+                GatherTask::KeepMild => self.keep_mild(),
                 GatherTask::Draw { is_complete } => {
                     self.draw(is_complete);
                     report(GatherEvent::Drawn);
@@ -276,10 +281,25 @@ impl Gather {
         if let Some(folder) = self.folder() {
             folder.release_reserve();
             folder.announce_timelines();
+            let earlier = self.promote_captures(&folder, &verdict);
+            verdict.timing.earlier.extend(earlier.iter().cloned());
             write_verdict(&folder, &verdict);
+            if let Some(root) = folder.path.parent() {
+                mild::draw(root, &earlier);
+            }
         }
         self.is_linked = false;
         verdict
+    }
+
+    /// The reader of a hang sees how the job looked before: its mild captures become incidents.
+    /// Returns their names.
+    fn promote_captures(&self, folder: &Folder, verdict: &Verdict) -> Vec<String> {
+        let Some(root) = folder.path.parent().filter(|_| !mild::is_mild(verdict)) else { return Vec::new() };
+        let Head { id, job: JobKey { name, instance }, .. } = self.setup.plan.head.clone();
+        let started_ns = self.setup.job_started_ns;
+        let of = mild::OfJob { job: name, instance, boot: procfs::boot_id(), started_ns };
+        mild::promote(root, &of, &format!("the job hung later (incident {id})"))
     }
 
     /// Moves the ranks to the evidence, and writes it. If that fails, some ranks are not moved.
@@ -372,6 +392,14 @@ impl Gather {
         }
     }
 
+    fn keep_mild(&mut self) {
+        let files = std::mem::take(&mut self.files);
+        self.remove(files);
+        if let Some(folder) = &self.setup.folder {
+            mild::keep(folder);
+        }
+    }
+
     fn draw(&mut self, is_complete: bool) {
         let Some(folder) = self.folder() else { return };
         let (half, whole) = std::mem::take(&mut self.files).into_iter().partition(|(_, file)| file.file.is_some());
@@ -417,6 +445,7 @@ mod tests {
             world_size: 8,
             folder: Some(folder.path().into()),
             is_new_round: true,
+            job_started_ns: 0,
         });
         let piece = |name: &str, data: &[u8], last| DumpFile {
             name: name.into(),

@@ -11,7 +11,10 @@ use std::{
 use tokio::sync::mpsc;
 use tracing::warn;
 use xpu_timer_analysis::stragglers::Comparison;
-use xpu_timer_proto::v1::{ClusterMessage, cluster_message::Message, delivery::Message as DeliveryMessage};
+use xpu_timer_proto::{
+    procfs,
+    v1::{ClusterMessage, cluster_message::Message, delivery::Message as DeliveryMessage},
+};
 
 use crate::{
     client::webhook::Webhook,
@@ -241,6 +244,7 @@ impl Hub {
 
     /// Makes the folder of an incident and writes its record.
     fn make_folder(&mut self, record: Record) {
+        let record = Record { boot: procfs::boot_id(), ..record };
         let (root, fallback) = (self.settings.timeline_path.clone(), self.settings.fallback_path.clone());
         let commands = self.commands.clone();
         self.disk.submit(&self.settings.timeline_path, move || {

@@ -50,6 +50,9 @@ pub struct Incident {
     pub head: Head,
     /// Whether it was requested by hand and no problem is known.
     pub by_hand: bool,
+    /// Whether it is only about a job that launches nothing. Users see it only if its verdict shows
+    /// a problem.
+    pub is_idle: bool,
     /// The current state.
     pub state: State,
     /// Number of the round, from 0. An incident that may not be a hang gets another round.
@@ -88,6 +91,8 @@ pub struct Incident {
     pub culprits: Vec<u32>,
     /// Whether the newest verdict has evidence of a hang.
     pub is_proven: bool,
+    /// The verdict that the job is only idle, while the files of its capture are fetched.
+    pub idle_verdict: Option<Box<Verdict>>,
     /// The complete verdict, if it is in no folder.
     pub verdict: Option<Box<Verdict>>,
     /// Whether a verdict is being made.
@@ -115,6 +120,7 @@ impl Incident {
     pub fn new(head: Head) -> Self {
         Incident {
             by_hand: head.trigger.kind() == TriggerKind::Manual,
+            is_idle: false,
             head,
             state: State::Open,
             round: 0,
@@ -135,6 +141,7 @@ impl Incident {
             cause: String::new(),
             culprits: Vec::new(),
             is_proven: false,
+            idle_verdict: None,
             verdict: None,
             judging: false,
             late_since_ns: None,

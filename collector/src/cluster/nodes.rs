@@ -678,6 +678,12 @@ impl Nodes {
         }
     }
 
+    /// When a job launched anything last, according to its nodes.
+    #[must_use]
+    pub fn last_launch_ns(&self, job: &JobKey) -> Option<u64> {
+        self.nodes.values().filter_map(|node| node.launches.get(job).copied()).max()
+    }
+
     /// Another node on which the job launched within its idle timeout.
     #[must_use]
     pub fn busy_elsewhere(&self, job: &JobKey, not: NodeId, now_ns: u64) -> Option<&str> {

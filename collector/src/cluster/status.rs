@@ -34,9 +34,15 @@ pub fn status(engine: &Engine, listen: SocketAddr, now: Now) -> Value {
         "uptime_s": clock::seconds(now.mono_ns.saturating_sub(engine.started.mono_ns)),
         "nodes": nodes,
         "jobs": engine.nodes.jobs().map(|key| job(engine, key)).collect::<Vec<_>>(),
+        "idle": engine.idle.iter().map(|(job, idle)| idle.json(job, now)).collect::<Vec<_>>(),
         "slow_ranks": engine.slow.json(),
-        "incidents": engine.incidents.values().map(|one| incident(engine, one)).collect::<Vec<_>>(),
+        "incidents": shown(engine).map(|one| incident(engine, one)).collect::<Vec<_>>(),
     })
+}
+
+/// The incidents that users see: an idle job that is being examined is not one.
+fn shown(engine: &Engine) -> impl Iterator<Item = &Incident> {
+    engine.incidents.values().filter(|incident| !incident.is_idle)
 }
 
 fn job(engine: &Engine, key: &JobKey) -> Value {
@@ -61,7 +67,7 @@ fn hangs(engine: &Engine, job: &JobKey) -> bool {
 /// Incidents without a folder, because none could be made.
 #[must_use]
 pub fn without_folder(engine: &Engine) -> Vec<WithoutFolder> {
-    let without_folder = engine.incidents.values().filter(|incident| incident.folder.is_none());
+    let without_folder = shown(engine).filter(|incident| incident.folder.is_none());
     without_folder
         .map(|one| {
             let status = one.state.status();
@@ -125,7 +131,7 @@ pub fn metrics(engine: &Engine, now: Now) -> String {
         page.sample(name, &[("job_name", job.to_string()), ("pod_name", node.into()), ("rank", rank.to_string())], 1);
     }
     let joined = engine.nodes.iter().filter(|(_, node)| node.is_joined()).count() as u64;
-    let open = engine.incidents.values().filter(|one| one.is_open()).count() as u64;
+    let open = shown(engine).filter(|one| one.is_open()).count() as u64;
     let uptime_s = now.mono_ns.saturating_sub(engine.started.mono_ns) / 1_000_000_000;
     for (name, kind, help, value) in [
         ("xpu_timer_nodes", "gauge", "Nodes that are connected.", joined),

@@ -139,10 +139,12 @@ impl Incident {
         self.seen.iter().any(|cause| *cause != Cause::Manual)
     }
 
-    /// Whether it is only about a job that launches nothing.
+    /// Whether it is only about a job that launches nothing, on this node or, if the cluster
+    /// collector examines it, on all of its nodes.
     #[must_use]
     pub(crate) fn is_idle(&self) -> bool {
-        self.seen.iter().all(|cause| *cause == Cause::Idle)
+        self.head.trigger.kind() == TriggerKind::Idle
+            && self.seen.iter().all(|cause| matches!(cause, Cause::Idle | Cause::Cluster))
     }
 
     fn add(&mut self, cause: Cause) {

@@ -6,21 +6,22 @@ use std::{
     fs,
     path::{Path, PathBuf},
     thread,
-    time::Duration,
+    time::{Duration, SystemTime},
 };
 
 use tracing::{info, warn};
-use xpu_timer_analysis::{Cause, HangEvidence, Verdict};
+use xpu_timer_analysis::{Cause, HangEvidence, Status, Verdict};
 
 use crate::{
-    error::chain,
+    error::{Error, chain},
     incident::{
         engine::Record,
-        folder::{id, own_folders},
-        records,
+        folder::{Folder, id, own_folders},
+        records, retention,
         verdict_files::change_verdict,
         viewer,
     },
+    os::safe_path::create_directories,
 };
 
 /// Time limit to draw the pictures of a promoted capture.
@@ -87,6 +88,25 @@ pub(crate) fn promote(root: &Path, of: &OfJob, reason: &str) -> Vec<String> {
     promoted
 }
 
+/// Makes the folder of an incident, whose verdict shows no problem, a mild capture. Logs errors.
+pub fn keep(folder: &Path) {
+    if let Err(error) = try_keep(folder) {
+        warn!("capture {}: {}", id(folder), chain(&error));
+    }
+}
+
+fn try_keep(folder: &Path) -> Result<(), Error> {
+    let (Some(root), Some(name)) = (folder.parent(), folder.file_name()) else { return Ok(()) };
+    change_verdict(folder, |verdict| verdict.timing.status = Status::Mild)?;
+    let captures = root_of(root);
+    create_directories(&captures)?;
+    let kept = captures.join(name);
+    fs::rename(folder, &kept).map_err(Error::path("move the capture to", &kept))?;
+    Folder { path: kept }.timelines_came();
+    retention::trim_captures(root, Duration::ZERO, SystemTime::now());
+    Ok(())
+}
+
 /// Draws the pictures of promoted captures on a thread of their own.
 pub(crate) fn draw(root: &Path, promoted: &[String]) {
     if promoted.is_empty() {
@@ -107,14 +127,10 @@ pub(crate) fn draw(root: &Path, promoted: &[String]) {
 
 #[cfg(test)]
 pub(super) mod tests {
-    use xpu_timer_analysis::Status;
     use xpu_timer_proto::v1::Evidence;
 
     use super::*;
-    use crate::incident::{
-        folder::Folder,
-        verdict_files::{try_write_verdict, write_record},
-    };
+    use crate::incident::verdict_files::{try_write_verdict, write_record};
 
     /// A capture of a job that began at `number`.
     pub(crate) fn capture(root: &Path, number: u64, job: &str, bytes: usize) {

@@ -240,10 +240,11 @@ pub(crate) fn was_requested_by_hand(folder: &Path) -> bool {
     })
 }
 
-/// The record of a node collector in a folder.
+/// The record of a collector in a folder.
 #[must_use]
 pub(crate) fn record(folder: &Path) -> Option<Record> {
-    serde_json::from_slice(&read(&folder.join(RECORD))?).ok()
+    let bytes = [RECORD, CLUSTER_RECORD].iter().find_map(|name| read(&folder.join(name)))?;
+    serde_json::from_slice(&bytes).ok()
 }
 
 /// The verdict in a folder.

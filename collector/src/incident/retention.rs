@@ -180,8 +180,10 @@ pub(crate) fn trim_captures(root: &Path, age: Duration, now: SystemTime) {
     }
     finish_removals(&root);
     finish_leftovers(&root);
-    let (mut count, mut bytes) = (0, 0);
-    let mut of_jobs: BTreeMap<(String, String, String), usize> = BTreeMap::new();
+    let mut bytes = 0;
+    // The parts of nodes that share a file system are one capture.
+    let mut kept: BTreeSet<String> = BTreeSet::new();
+    let mut of_jobs: BTreeMap<(String, String, String), BTreeSet<String>> = BTreeMap::new();
     // The newest come first.
     for folder in own_folders(&root).iter().rev() {
         let Some(record) = records::record(folder) else { continue };
@@ -190,18 +192,19 @@ pub(crate) fn trim_captures(root: &Path, age: Duration, now: SystemTime) {
             continue;
         }
         let of_job = of_jobs.entry((record.job, record.instance, record.boot)).or_default();
-        let size = bytes_in(folder);
+        let (size, capture) = (bytes_in(folder), incident_of(folder));
+        let is_full = |of: &BTreeSet<String>, limit| of.len() >= limit && !of.contains(&capture);
         let why = if is_being_written {
             "its collector was killed"
-        } else if *of_job >= OF_A_JOB {
+        } else if is_full(of_job, OF_A_JOB) {
             "there are newer ones of its job"
-        } else if count >= OF_ALL_JOBS || bytes + size > MAX_BYTES {
+        } else if is_full(&kept, OF_ALL_JOBS) || bytes + size > MAX_BYTES {
             "there are newer ones"
         } else if is_older(&folder.join(VERDICT), age, now) {
             "it is old"
         } else {
-            *of_job += 1;
-            count += 1;
+            of_job.insert(capture.clone());
+            kept.insert(capture);
             bytes += size;
             continue;
         };

@@ -8,8 +8,9 @@ use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
     v1::{
-        Alarm, Captured, DumpRequest, FetchFiles, FileKind, Heartbeat, IncidentUpdate, IncidentVerdict, JobActivity,
-        NodeHello, NodeRanks, Presence as Shown, RankEntry, RankInfo, cluster_message, node_message::Message,
+        Alarm, Captured, DumpRequest, FetchFiles, FileKind, Grounds, Heartbeat, IncidentUpdate, IncidentVerdict,
+        JobActivity, NodeHello, NodeRanks, Presence as Shown, RankEntry, RankInfo, cluster_message,
+        node_message::Message,
     },
 };
 
@@ -140,10 +141,15 @@ impl NodeState {
         true
     }
 
-    /// `None` for a job that concerns this node alone: its processes do not know their rank.
+    /// Whether other nodes may have a part in a job: processes that do not know their rank concern
+    /// this node alone.
+    pub(super) fn is_of_cluster(&self, job: &JobKey) -> bool {
+        self.registry.ranks().any(|rank| rank.job == *job && rank.info.rank >= 0)
+    }
+
+    /// `None` for a job that concerns this node alone.
     fn alarm(&self, incident: &Incident) -> Option<Alarm> {
-        let shared = self.registry.ranks().any(|rank| rank.job == incident.head.job && rank.info.rank >= 0);
-        shared.then(|| Alarm {
+        self.is_of_cluster(&incident.head.job).then(|| Alarm {
             incident: incident.head.id.clone(),
             job: Some(job_id(&incident.head.job)),
             attempt: incident.head.attempt,
@@ -153,6 +159,7 @@ impl NodeState {
                 && self.engine.has_local_problem(&incident.head.job)
                 && incident.state != incident::State::Adopted,
             captured: self.member.parts.contains_key(&incident.head.id) || incident.dumped.is_some(),
+            reports_idle: self.registry.of_job(&incident.head.job).iter().any(|rank| rank.settings.reports_idle),
         })
     }
 
@@ -238,8 +245,19 @@ impl NodeState {
     }
 
     fn cluster_verdict(&mut self, verdict: IncidentVerdict, now: Now) {
+        if self.examined_together(&verdict.incident, verdict.is_idle, &verdict.sentence, now) {
+            self.member.awaiting_verdict.remove(&verdict.incident);
+            return;
+        }
         warn!("incident {}: {} [{}, of the whole job]", verdict.incident, verdict.sentence, verdict.cause);
         let grounds = verdict.grounds();
+        // The evidence of the hang may be on other nodes.
+        if grounds != Grounds::Unspecified
+            && let Some(incident) = self.engine.get(&verdict.incident)
+        {
+            let reason = format!("the job hung later (incident {})", verdict.incident);
+            self.promote_captures(incident.head.job.clone(), reason, now);
+        }
         if let Some(report) = self.reports.get_mut(&verdict.incident) {
             (report.sentence, report.cause) = (verdict.sentence, verdict.cause);
         }
@@ -281,8 +299,11 @@ impl NodeState {
             self.member.awaiting_verdict.iter().filter(|(_, due)| late(due)).map(|(id, _)| id.clone()).collect();
         for id in over {
             self.member.awaiting_verdict.remove(&id);
-            if let Some(own) = self.reports.get(&id).and_then(|report| report.own.clone()) {
-                warn!("incident {id}: the cluster collector sent no verdict; the verdict of this node counts");
+            let Some(report) = self.reports.get(&id) else { continue };
+            let (own, is_mild, sentence) = (report.own.clone(), report.is_mild, report.sentence.clone());
+            let Some(own) = own else { continue };
+            warn!("incident {id}: the cluster collector sent no verdict; the verdict of this node counts");
+            if !self.examined_together(&id, is_mild, &sentence, now) {
                 self.apply_verdict(&id, &own, now);
             }
         }

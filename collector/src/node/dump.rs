@@ -107,7 +107,7 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Ou
     task.plan.date(&mut verdict);
     let deadline = begun + task.plan.sample_interval + BUDGET;
     let (incident, timeline_path) = (task.plan.head.id.clone(), task.timeline_path.clone());
-    task.is_mild = task.may_be_mild && mild::is_mild(&verdict);
+    task.is_mild = task.may_be_mild && !task.is_part() && mild::is_mild(&verdict);
     if task.is_mild {
         verdict.timing.status = Status::Mild;
     }

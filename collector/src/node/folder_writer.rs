@@ -303,7 +303,7 @@ impl DeferredTimelines {
         if world_size as usize > ALL_FILES {
             task.timelines.retain(|(rank, _)| some.contains(rank));
         }
-        task.timelines_follow = !task.is_mild && !task.timelines.is_empty();
+        task.timelines_follow = !task.is_mild && !task.is_examined_part() && !task.timelines.is_empty();
         task.timelines_follow.then(|| DeferredTimelines {
             incident: task.plan.head.id.clone(),
             world_size,

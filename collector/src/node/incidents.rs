@@ -18,10 +18,10 @@ use crate::{
     error::{Error, chain},
     http::questions::{DumpReply, Refusal, wanted_job},
     incident::{
-        Plan, State,
+        IdleJob, Plan, State,
         engine::{Action, Cause, Incident, RaisedCause, Record},
         folder::{Folder, folder_name, own_stamp},
-        retention,
+        mild, retention,
         verdict_files::{self, link_latest, name_others, note_problem, set_status, try_write_verdict, write_record},
     },
     job::JobKey,
@@ -32,7 +32,7 @@ use crate::{
         inbox::{Command, Inbox},
         plan::{ClusterPart, DumpTask, Outcome, registered_subjects},
         reports::{IncidentReport, UnwrittenVerdict, VerdictSummary},
-        state::{IdleJob, NodeState},
+        state::NodeState,
     },
     os::{
         clock::{self, Now},
@@ -114,21 +114,28 @@ impl NodeState {
     }
 
     /// Whether a verdict without a hang on an incident is only logged: no user has requested the
-    /// dump, or a report of idle jobs, and not all ranks have died. A job of several nodes is
-    /// examined by all of them together.
+    /// dump, or a report of idle jobs, and not all ranks have died. A job of a cluster is examined
+    /// by all of its nodes together; the verdict of one node tells nothing then, unless the whole
+    /// job is idle.
     fn may_be_mild(&self, incident: &Incident) -> bool {
         let ranks = self.registry.of_job(&incident.head.job);
         let all_died =
             incident.head.trigger.kind() == TriggerKind::Death && !ranks.iter().any(|rank| rank.has_process());
         let is_requested = incident.seen.contains(&Cause::Manual)
             || incident.seen.contains(&Cause::Idle) && ranks.iter().any(|rank| rank.settings.reports_idle);
-        self.settings.cluster.is_none() && !all_died && !is_requested
+        let is_alone = self.settings.cluster.is_none() || !self.is_of_cluster(&incident.head.job);
+        (is_alone || incident.is_idle()) && !all_died && !is_requested
     }
 
     /// Whether an incident is visible to users: it is not, or not yet, a dump whose verdict shows
     /// no hang.
     pub(super) fn is_shown(&self, incident: &Incident) -> bool {
         self.reports.get(&incident.head.id).is_none_or(|report| report.is_shown)
+    }
+
+    /// Whether it has a report that users do not see.
+    fn is_hidden(&self, id: &str) -> bool {
+        self.reports.get(id).is_some_and(|report| !report.is_shown)
     }
 
     /// Whether an incident is visible, or the dump of one that may be a hang is in progress.
@@ -156,16 +163,47 @@ impl NodeState {
         }
         self.mild.insert(job.clone(), timeline_path);
         if self.engine.found_mild(&id, now) {
-            self.reports.remove(&id);
-            self.monitor.note_idle(&job, now.mono_ns);
-            let last_launch_ns = self.last_launch_ns(&job, now);
-            self.idle.insert(job, IdleJob { last_launch_ns, sentence: verdict.sentence });
-            return;
+            return self.note_idle(&id, job, verdict.sentence, now);
         }
         let judged = VerdictSummary::of(&verdict);
         let report = IncidentReport { is_shown: false, ..IncidentReport::of(verdict, sampled_ns) };
         self.reports.insert(id.clone(), report);
         self.apply_verdict(&id, &judged, now);
+    }
+
+    /// An examined job is idle. It is examined again after another idle timeout.
+    fn note_idle(&mut self, id: &str, job: JobKey, sentence: String, now: Now) {
+        self.reports.remove(id);
+        self.monitor.note_idle(&job, now.mono_ns);
+        let last_launch_ns = self.last_launch_ns(&job, now);
+        self.idle.insert(job, IdleJob { last_launch_ns, sentence });
+    }
+
+    /// The verdict of the cluster collector, or without one that of this node, on a job that may
+    /// only be idle. Returns whether it is; otherwise users see the incident from now on.
+    pub(super) fn examined_together(&mut self, id: &str, is_idle: bool, sentence: &str, now: Now) -> bool {
+        let Some(incident) = self.engine.get(id).filter(|_| self.is_hidden(id)) else { return false };
+        if !is_idle || !self.may_be_mild(incident) {
+            self.opened += 1;
+            self.reports.entry(id.into()).and_modify(|report| report.is_shown = true);
+            return false;
+        }
+        let job = incident.head.job.clone();
+        info!("job {job} is idle on all of its nodes. The capture of this node: {id}");
+        self.keep_capture(id, job.clone());
+        self.unwritten.waiting.remove(id);
+        self.member.parts.remove(id);
+        self.engine.found_mild(id, now);
+        self.note_idle(id, job, sentence.into(), now);
+        true
+    }
+
+    /// The folder of an incident that users have not seen becomes a mild capture, if it is not one
+    /// yet.
+    fn keep_capture(&mut self, id: &str, job: JobKey) {
+        let Some(path) = self.reports.get(id).and_then(|report| report.path.clone()) else { return };
+        self.mild.extend(path.parent().map(|root| (job, root.to_path_buf())));
+        self.disk.submit_for(path, mild::keep);
     }
 
     /// Captures the ranks of an incident again, because its hang lasts. Returns false while another
@@ -175,7 +213,7 @@ impl NodeState {
             return false;
         }
         info!("incident {id}: the hang lasts; its ranks are captured again");
-        let is_mild = self.reports.get(id).is_some_and(|report| !report.is_shown);
+        let is_mild = self.is_hidden(id);
         // The old name is that of the mild capture.
         let Some(renamed) = is_mild.then(|| self.engine.rename_examined(id, now)).flatten() else {
             self.capture_alone(id);
@@ -256,14 +294,15 @@ impl NodeState {
             *self.pending_timelines.entry(outcome.incident.clone()).or_default() += 1;
         }
         let Outcome { incident: id, path, verdict, written, timeline_path, sampled_ns, part, .. } = outcome;
-        let was_shown = self.reports.get(&id).is_none_or(|report| report.is_shown);
-        if !was_shown {
-            self.opened += 1;
-        }
-        let place = path.as_ref().map_or("no folder".into(), |path| path.display().to_string());
-        warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
-        let answer = json!({ "incident": id, "path": path });
+        let was_shown = !self.is_hidden(&id);
         let shared = self.member.awaits_verdict(&id);
+        let is_shown = was_shown || !shared || !self.engine.get(&id).is_some_and(|one| self.may_be_mild(one));
+        self.opened += u64::from(is_shown && !was_shown);
+        let place = path.as_ref().map_or("no folder".into(), |path| path.display().to_string());
+        if is_shown {
+            warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
+        }
+        let answer = json!({ "incident": id, "path": path });
         let judged = VerdictSummary::of(&verdict);
         let cause = verdict.cause.to_string();
         // A second look without news causes no notification.
@@ -275,6 +314,7 @@ impl NodeState {
             verdict: (!written).then(|| Box::new(verdict.clone())),
             path: path.clone(),
             hanging: self.reports.get(&id).map(|before| before.hanging.clone()).unwrap_or_default(),
+            is_shown,
             ..IncidentReport::of(verdict, sampled_ns)
         };
         self.reports.insert(id.clone(), report);
@@ -323,7 +363,7 @@ impl NodeState {
     /// Names open incidents with a culprit process in common, which is not a rank, in the verdicts
     /// of each other.
     fn name_same_culprit(&mut self, id: &str) {
-        let Some(own) = self.reports.get(id) else { return };
+        let Some(own) = self.reports.get(id).filter(|own| own.is_shown) else { return };
         let is_same = |report: &IncidentReport| {
             report.is_shown && report.culprit_processes.iter().any(|pid| own.culprit_processes.contains(pid))
         };
@@ -369,7 +409,10 @@ impl NodeState {
     fn close(&mut self, id: &str, state: State, now: Now) {
         let resolved = state == State::Resolved;
         info!("incident {id}: {}", if resolved { "resolved: the job continues" } else { "ended" });
-        if self.reports.get(id).is_some_and(|report| !report.is_shown) {
+        if self.is_hidden(id) {
+            if let Some(job) = self.engine.get(id).map(|incident| incident.head.job.clone()) {
+                self.keep_capture(id, job);
+            }
             self.engine.discard(id);
             return;
         }

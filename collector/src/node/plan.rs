@@ -59,7 +59,8 @@ pub(super) struct DumpTask {
     pub record: Record,
     /// What is kept for the cluster collector; `None` without one.
     pub for_cluster: Option<ClusterPart>,
-    /// Whether a verdict without a hang is only logged, and its dump kept as a mild capture.
+    /// Whether a verdict without a hang is only logged, and its dump kept as a mild capture. The
+    /// verdict on a part of a job is that of the cluster collector, which decides it.
     pub may_be_mild: bool,
     /// Whether the verdict is one of those.
     pub is_mild: bool,
@@ -88,6 +89,11 @@ impl DumpTask {
     /// Whether the verdict is made elsewhere.
     pub(crate) fn is_part(&self) -> bool {
         self.for_cluster.is_some_and(|part| !part.alone)
+    }
+
+    /// Whether the cluster collector decides if there is an incident.
+    pub(crate) fn is_examined_part(&self) -> bool {
+        self.is_part() && self.may_be_mild
     }
 
     /// The job, to find its mild captures.

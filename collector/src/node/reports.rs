@@ -6,7 +6,10 @@ use std::{collections::BTreeMap, path::PathBuf, sync::Arc};
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::Grounds;
 
-use crate::{incident::judging, os::process::Handle};
+use crate::{
+    incident::{judging, mild},
+    os::process::Handle,
+};
 
 /// The result of an incident, for `/status`.
 #[derive(Debug, Clone, Default)]
@@ -33,6 +36,8 @@ pub(super) struct IncidentReport {
     pub verdict: Option<Box<Verdict>>,
     /// A killed collector has left its folder unfinished.
     pub is_unfinished: bool,
+    /// This node's own verdict shows no problem.
+    pub is_mild: bool,
     /// Users see it. A dump whose verdict shows no hang is not shown, and before its verdict no
     /// dump that may be one of those.
     pub is_shown: bool,
@@ -46,6 +51,7 @@ impl IncidentReport {
         let culprit_processes = no_ranks(&verdict);
         IncidentReport {
             path: None,
+            is_mild: mild::is_mild(&verdict),
             is_shown: true,
             sentence: verdict.sentence,
             cause: verdict.cause.to_string(),

@@ -9,7 +9,7 @@ use crate::{
     config::Settings,
     http::questions::{DumpReply, TimelineReply, WantedTimeline},
     incident::{
-        BY_HAND, State, Throttle,
+        BY_HAND, IdleJob, State, Throttle,
         engine::{Cause, DEATH_GRACE_NS, Engine, Jobs, RaisedCause},
     },
     job::{JobKey, RankId},
@@ -120,15 +120,6 @@ pub(super) struct TraceDetail {
     pub renew_ns: u64,
     /// When the request has had its time.
     pub until_ns: u64,
-}
-
-/// A job that was examined and found idle.
-#[derive(Debug)]
-pub(super) struct IdleJob {
-    /// Its last launch, CLOCK_MONOTONIC.
-    pub last_launch_ns: u64,
-    /// The sentence of the verdict.
-    pub sentence: String,
 }
 
 /// A job whose ranks end one after the other gets this many timeouts: one rank may save a

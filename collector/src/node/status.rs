@@ -4,12 +4,9 @@ use serde_json::{Value, json};
 use xpu_timer_proto::{ring::header, secrets};
 
 use crate::{
-    incident::{State, engine::Incident, records::WithoutFolder},
+    incident::{IdleJob, State, engine::Incident, records::WithoutFolder},
     job::JobKey,
-    node::{
-        registry::Rank,
-        state::{IdleJob, NodeState},
-    },
+    node::{registry::Rank, state::NodeState},
     os::clock::{self, Now},
 };
 
@@ -55,12 +52,9 @@ fn idle(state: &NodeState, job: &JobKey, idle: &IdleJob, now: Now) -> Value {
             "command": rank.info.command,
         })
     });
-    json!({
-        "job": job.to_string(),
-        "since": clock::rfc3339(now.unix_ns.saturating_sub(now.mono_ns.saturating_sub(idle.last_launch_ns))),
-        "sentence": idle.sentence,
-        "processes": processes.collect::<Vec<_>>(),
-    })
+    let mut entry = idle.json(job, now);
+    entry["processes"] = processes.collect();
+    entry
 }
 
 fn rank(state: &NodeState, rank: &Rank, now: Now) -> Value {

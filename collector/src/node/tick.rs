@@ -138,17 +138,27 @@ impl NodeState {
         let living = self.registry.living_jobs();
         let ended: Vec<JobKey> = self.mild.keys().filter(|job| !living.contains(job)).cloned().collect();
         for job in ended {
-            let Some(root) = self.mild.remove(&job) else { continue };
-            let ranks = || self.registry.ranks().filter(|rank| rank.job == job && !rank.auxiliary);
-            let started_ns = ranks().map(|rank| rank.started_ns(now.mono_ns)).min().unwrap_or(u64::MAX);
-            let Some(dead) = ranks().find(|rank| !rank.ended_in_order()) else { continue };
-            let how = dead.exit.clone().unwrap_or_else(|| "the reason is unknown".into());
-            let reason = format!("the job died later: {} ended ({how})", dead.title());
-            let JobKey { name, instance } = job;
-            let of = mild::OfJob { job: name, instance, boot: self.boot.clone(), started_ns };
-            let timeline = root.clone();
-            self.disk.submit(&root, move || mild::draw(&timeline, &mild::promote(&timeline, &of, &reason)));
+            let has_died = |rank: &&Rank| rank.job == job && !rank.auxiliary && !rank.ended_in_order();
+            let reason = self.registry.ranks().find(has_died).map(|dead| {
+                let how = dead.exit.clone().unwrap_or_else(|| "the reason is unknown".into());
+                format!("the job died later: {} ended ({how})", dead.title())
+            });
+            match reason {
+                Some(reason) => self.promote_captures(job, reason, now),
+                None => _ = self.mild.remove(&job),
+            }
         }
+    }
+
+    /// Makes the mild captures of a job incidents. `reason` completes "it is kept because".
+    pub(super) fn promote_captures(&mut self, job: JobKey, reason: String, now: Now) {
+        let Some(root) = self.mild.remove(&job) else { return };
+        let ranks = self.registry.ranks().filter(|rank| rank.job == job && !rank.auxiliary);
+        let started_ns = ranks.map(|rank| rank.started_ns(now.mono_ns)).min().unwrap_or(u64::MAX);
+        let JobKey { name, instance } = job;
+        let of = mild::OfJob { job: name, instance, boot: self.boot.clone(), started_ns };
+        let timeline = root.clone();
+        self.disk.submit(&root, move || mild::draw(&timeline, &mild::promote(&timeline, &of, &reason)));
     }
 
     /// When a job launched anything last, or a rank of it registered.

@@ -1665,6 +1665,9 @@ pub struct Alarm {
     /// The node has dumped its ranks for it.
     #[prost(bool, tag = "7")]
     pub captured: bool,
+    /// The user has set an idle timeout of their own, so that an idle job is reported.
+    #[prost(bool, tag = "8")]
+    pub reports_idle: bool,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct NodeWelcome {
@@ -1956,6 +1959,9 @@ pub struct IncidentVerdict {
     /// Hanging ranks (XPU_TIMER_COMMON_HANG): culprits and victims. Empty without evidence of a hang.
     #[prost(message, repeated, tag = "8")]
     pub hanging: ::prost::alloc::vec::Vec<RankRun>,
+    /// The job is only idle: there is no incident, and the dump is a mild capture.
+    #[prost(bool, tag = "9")]
+    pub is_idle: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct IncidentClosed {

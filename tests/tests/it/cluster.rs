@@ -525,8 +525,24 @@ fn the_job_is_idle_only_when_all_nodes_are() {
     });
     assert!(cluster.job.incidents().is_empty() && nodes[0].job.incidents().is_empty());
     nodes[1].hooks[0].tell("launch off");
+    cluster.wait("the cluster says that it is idle", |status| status["idle"][0]["job"] == "idle");
+    let is_idle = |node: &Node| node.job.status().is_ok_and(|status| status["idle"][0]["job"] == "idle");
+    wait_until(PATIENCE, "so does each node", || nodes.iter().all(is_idle));
+    let captures = |nodes: &[Node]| -> Vec<usize> {
+        let jobs = nodes.iter().map(|node| &node.job).chain([&cluster.job]);
+        jobs.map(|job| job.mild_captures().len()).collect()
+    };
+    wait_until(PATIENCE, "the captures are kept", || captures(&nodes) == [1, 1, 1]);
+    let are_incidents = nodes.iter().any(|node| !node.job.incidents().is_empty());
+    assert!(!are_incidents && cluster.job.incidents().is_empty(), "an idle job is no incident");
+    assert!(!cluster.job.dir.join("timeline/latest").exists());
+    assert_eq!(cluster.status()["incidents"], json!([]));
+    // The reader of a hang sees how the job looked before.
+    nodes[1].hooks[0].hang(3);
     let incident = cluster.wait_incident(1);
-    assert_eq!(incident.verdict["trigger"]["kind"], "idle");
+    wait_until(PATIENCE, "the captures are incidents", || captures(&nodes) == [0, 0, 0]);
+    let promoted = cluster.job.promoted_captures();
+    assert_eq!(incident.verdict["earlier"], json!([promoted[0].verdict["incident"]]), "{}", cluster.log());
 }
 
 #[test]

@@ -14,8 +14,8 @@ use xpu_timer_proto::{
     hook::{KernelTraces, kernel_trace::DebugData},
     samples,
     server::{PySpyFrame, PythonStackInTimeline},
-    timeline::{self, PENDING, Reader},
-    v1::{Op, OpStatus, Operation, StackSamples, TimelineHead},
+    timeline::{self, BlockBuilder, PENDING, Reader},
+    v1::{ClockReading, Op, OpStatus, Operation, StackSamples, TimelineHead, timeline_chunk::Part},
 };
 use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c, http, python_version, skip, tree, wait_until};
 
@@ -100,6 +100,81 @@ fn a_dump_has_every_operation_of_every_rank() {
     assert!(code == 404 && body.contains("has no rank 7"), "{code} {body}");
     let (code, body) = http("POST", job.port, "/timeline?kernels=some").unwrap();
     assert!(code == 400 && body.contains("neither"), "{code} {body}");
+}
+
+/// Rewrites the file of a rank as if it came from another node, with these clocks.
+fn move_to_another_node(path: &Path, monotonic: impl Fn(u64) -> u64, realtime: impl Fn(u64) -> u64) {
+    let (mut head, operations) = read(path);
+    let shown = |ns: u64| if ns == 0 { 0 } else { monotonic(ns) };
+    head.rank.as_mut().expect("the rank").node = "another".into();
+    for reading in &mut head.clock {
+        *reading =
+            ClockReading { monotonic_ns: shown(reading.monotonic_ns), realtime_ns: realtime(reading.realtime_ns) };
+    }
+    (head.from_ns, head.until_ns) = (shown(head.from_ns), shown(head.until_ns));
+    head.memory.clear();
+    let mut out = Vec::new();
+    timeline::write(&mut out, Part::Head(head)).unwrap();
+    let mut builder = BlockBuilder::default();
+    for mut operation in operations {
+        for ns in [
+            &mut operation.entered_ns,
+            &mut operation.returned_ns,
+            &mut operation.started_ns,
+            &mut operation.completed_ns,
+        ] {
+            *ns = shown(*ns);
+        }
+        builder.push(&operation);
+        if builder.is_full() {
+            out.extend(builder.finish_chunk());
+        }
+    }
+    out.extend(builder.finish_chunk());
+    fs::write(path, out).unwrap();
+}
+
+/// Clocks that are a minute and 50 ppm apart, and 7 s on the wall, are aligned on the ends of the
+/// collectives that a job on the simulated device had.
+#[test]
+fn clocks_of_nodes_that_are_off_are_aligned() {
+    const AWAY_NS: u64 = 60_000_000_000;
+    let job = Job::new();
+    let _collector = stays(&job);
+    let mut ranks = job.train(2, &["--steps=1000", "--step-ms=10"]);
+    ranks.wait_for("rank 0 done", PATIENCE);
+    ranks.wait_for("rank 1 done", PATIENCE);
+    let folder = folder(&dump(&job, "seconds=600"));
+    let other = folder.join("00001-00002.ops");
+    let (_, operations) = read(&other);
+    let ends = || operations.iter().map(|operation| operation.completed_ns);
+    let (from_ns, until_ns) = (ends().filter(|ns| *ns > 0).min().unwrap(), ends().max().unwrap());
+    let drifted = |ns: u64| ns + AWAY_NS + ns / 20_000;
+    move_to_another_node(&other, drifted, |ns| ns - 7_000_000_000);
+
+    let out = tempfile::tempdir().unwrap();
+    let mut command = job.command(artifacts().bin("xpu_timer_gen_trace_timeline"));
+    let ran = command.arg("--path").arg(&folder).arg("--output").arg(out.path().join("job")).output().unwrap();
+    assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+    let clocks: Vec<Value> = serde_json::from_slice(&fs::read(out.path().join("clocks.json")).unwrap()).unwrap();
+    let [own, another] = &clocks[..] else { panic!("{clocks:?}") };
+    assert_eq!((&another["node"], &another["aligned_with"]), (&"another".into(), &own["node"]), "{clocks:?}");
+    // The two devices are simulated by threads. On a busy machine one may end a collective later.
+    let median_us = another["residual"]["median_us"].as_f64().expect("they have common collectives");
+    eprintln!("the ends differ by {median_us} us in the median");
+    assert!(median_us < 500.0, "{clocks:?}");
+    // A time of the other node is on the trace where it really was.
+    let on_trace = |clock: &Value, ns: u64| {
+        let map = &clock["map"];
+        let (offset_ns, pivot_ns) = (map["offset_ns"].as_i64().unwrap(), map["pivot_ns"].as_u64().unwrap());
+        let drift = (ns as f64 - pivot_ns as f64) * map["drift"].as_f64().unwrap();
+        ns.strict_add_signed(offset_ns + drift.round() as i64)
+    };
+    for part in 0..=10 {
+        let ns = from_ns + (until_ns - from_ns) / 10 * part;
+        let error_ns = on_trace(own, ns).abs_diff(on_trace(another, drifted(ns)));
+        assert!(error_ns as f64 <= 1e3 * median_us.max(50.0), "{error_ns} ns at part {part}: {clocks:?}");
+    }
 }
 
 #[test]
@@ -406,7 +481,7 @@ fn a_disk_without_room_for_the_timelines_keeps_the_verdict() {
 }
 
 /// Runs `xpu_timer_collector timeline`, and returns its output.
-fn fetch(job: &Job, arguments: &[&str], output: &Path) -> String {
+pub fn fetch(job: &Job, arguments: &[&str], output: &Path) -> String {
     let mut command = job.command(artifacts().bin("xpu_timer_collector"));
     let ran = command.arg("timeline").args(arguments).arg("--output").arg(output).output().unwrap();
     assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));

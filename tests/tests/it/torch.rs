@@ -10,17 +10,22 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     fs,
+    path::{Path, PathBuf},
     process::Command,
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
 use serde_json::json;
-use xpu_timer_proto::v1::{DataType, FlightRecord, Matmul, Op, OpStatus, Operation};
+use xpu_timer_proto::v1::{DataType, FlightRecord, Matmul, Op, OpKind, OpStatus, Operation};
 use xpu_timer_tests::{
     FakeCollector, Incident, Job, PATIENCE, Process, PypiTorch, ReadMode, artifacts, skip, tree, wait_until,
 };
 
-use crate::metrics::{Sample, page, samples};
+use crate::{
+    metrics::{Sample, page, samples},
+    timeline::{fetch, read},
+    traces::{HTA, PERFETTO, check_breakdown, generate, read_with},
+};
 
 const RANKS: u32 = 4;
 
@@ -270,6 +275,16 @@ impl ProcessRecord {
     }
 }
 
+/// The successful calls and the kernels that the simulated device prints, each with its process.
+fn device_lines(stderr: &str) -> impl Iterator<Item = (i32, &str)> {
+    stderr.lines().filter_map(|line| {
+        // sim[PID/THREAD] FUNCTION = CODE, or what a stream does.
+        let (place, words) = line.strip_prefix("sim[")?.split_once("] ")?;
+        let pid = place.split('/').next()?.parse().ok()?;
+        Some((pid, words.strip_suffix(" = 0").unwrap_or(words)))
+    })
+}
+
 /// Runs ranks of the example to their end, with the hook and a collector that only listens; nothing
 /// when torch is not there.
 fn run(ranks: u32, environment: &[(&str, &str)], arguments: &[&str]) -> Option<Vec<ProcessRecord>> {
@@ -290,11 +305,7 @@ fn run(ranks: u32, environment: &[(&str, &str)], arguments: &[&str]) -> Option<V
     assert_eq!((collector.hellos().len(), collector.hangs().len()), (ranks, 0));
 
     let mut calls: BTreeMap<i32, BTreeMap<String, u64>> = BTreeMap::new();
-    for line in output.stderr.lines() {
-        // sim[PID/THREAD] FUNCTION = CODE, or what a stream does.
-        let Some((place, words)) = line.strip_prefix("sim[").and_then(|line| line.split_once("] ")) else { continue };
-        let Some(pid) = place.split('/').next().and_then(|pid| pid.parse().ok()) else { continue };
-        let name = words.strip_suffix(" = 0").unwrap_or(words);
+    for (pid, name) in device_lines(&output.stderr) {
         *calls.entry(pid).or_default().entry(name.into()).or_default() += 1;
     }
     let mut record_of =
@@ -564,4 +575,62 @@ fn memory(text: &str) {
         assert!(of("cudaMemcpyAsync", "H2D") >= 40.0, "{text}");
         assert!(of("cudaMalloc", "") >= 1.0, "{text}");
     }
+}
+
+/// Real training as Perfetto and HTA read it: the trace has what the device says that it ran.
+#[test]
+fn the_timeline_of_training_has_what_the_device_ran() {
+    let Some(mut torch) = Torch::new() else { return };
+    torch.job = torch
+        .job
+        .with("XPU_TIMER_HANG_TIMEOUT", "600")
+        .with("XPU_TIMER_IDLE_TIMEOUT", "0")
+        .with("XPU_TIMER_BRACKET", "all")
+        .with("XPU_SIM_DEBUG", "1");
+    let mut ranks = torch.launch("torch_cuda.py", &["--parts", "measured", "--steps", "20"]);
+    for rank in 0..RANKS {
+        ranks.wait_for(&format!("rank {rank} counted"), PATIENCE * 4);
+    }
+    let stderr = ranks.stderr();
+    let ran = |pick: &dyn Fn(&str) -> bool| device_lines(&stderr).filter(|(_, name)| pick(name)).count() as u64;
+    let called = |name: &str| ran(&|line| line == name || line.strip_prefix('p') == Some(name));
+    let collectives = ["AllReduce", "AllGather", "AlltoAll", "Broadcast", "Reduce", "ReduceScatter", "Send", "Recv"];
+    let collectives = collectives.map(|name| (name, called(&format!("nccl{name}"))));
+    let products = called("cublasGemmEx") + called("cublasLtMatmul");
+    let kernels = ran(&|line| line.starts_with("kernel ") && line.contains("2at6native"));
+    let all = collectives.iter().map(|(_, count)| count).sum::<u64>() + products + kernels;
+    assert!(products == 20 * 20 && kernels > 20 * 20 && collectives.iter().all(|(_, count)| *count >= 80), "{stderr}");
+
+    // The watcher and the collector look at the last ones in their next turns.
+    let count = |dump: &Path| -> u64 {
+        let operations = (0..RANKS).map(|rank| read(&dump.join(format!("{rank:05}-{RANKS:05}.ops"))).1);
+        operations.flatten().filter(|operation| operation.kind() != OpKind::HostCall).count() as u64
+    };
+    let mut dump = PathBuf::new();
+    wait_until(PATIENCE, "all operations are in the timeline", || {
+        dump = fetch(&torch.job, &["--seconds", "600"], &torch.job.dir.join("dump")).lines().next().unwrap().into();
+        count(&dump) >= all
+    });
+    let (out, text) = generate(&dump, &["--chrome"]);
+    assert!(text.contains("4 ranks on 1 node, "), "{text}");
+    let Some(found) = read_with(PERFETTO, "perfetto", &out.path().join("trace_job.bin")) else { return };
+    assert_eq!((&found["unfinished"], &found["unknown_tracks"]), (&0.into(), &0.into()));
+    let slices = |prefix: &str| -> u64 {
+        let names = found["names"].as_object().expect("names").iter().filter(|(name, _)| name.starts_with(prefix));
+        names.filter_map(|(_, count)| count.as_u64()).sum()
+    };
+    // The launch and the kernel have one name.
+    for (name, count) in collectives {
+        let name = if name == "AlltoAll" { "AllToAll" } else { name };
+        assert_eq!(slices(&format!("{name} ")), 2 * count, "{name}");
+    }
+    assert_eq!((slices("matmul "), slices("at::native::")), (2 * products, 2 * kernels));
+    // Flows: from each launch to its kernel, between the ranks of a collective, and from each send
+    // to its receive.
+    let (messages, together) = (collectives[6].1, collectives[..6].iter().map(|(_, count)| count).sum::<u64>());
+    let flows = [all, messages, together / u64::from(RANKS)];
+    assert_eq!(["1", "2", "4"].map(|ranks| found["flows_by_ranks"][ranks].as_u64().unwrap_or(0)), flows);
+    let Some(found) = read_with(HTA, "hta", &out.path().join("chrome_job")) else { return };
+    // HTA cuts off what is behind the point of the microseconds of each kernel.
+    check_breakdown(&found, out.path(), (all / u64::from(RANKS)) as f64);
 }

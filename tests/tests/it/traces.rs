@@ -22,7 +22,7 @@ use xpu_timer_proto::{
 use xpu_timer_tests::{Job, PATIENCE, PypiFramework, Timelines, artifacts, read_archive, skip, tree};
 
 /// Runs the command on a folder, and returns the folder with its output.
-fn generate(timelines: &Path, arguments: &[&str]) -> (TempDir, String) {
+pub fn generate(timelines: &Path, arguments: &[&str]) -> (TempDir, String) {
     let out = tempfile::tempdir().unwrap();
     let mut command = Command::new(artifacts().bin("xpu_timer_gen_trace_timeline"));
     command.arg("--path").arg(timelines).arg("--output").arg(out.path().join("job")).args(arguments);
@@ -39,7 +39,7 @@ fn folder(timelines: Timelines) -> TempDir {
 }
 
 /// What `traces.py` finds with packages of PyPI; `None` if they cannot be had.
-fn read_with(packages: &[&str], what: &str, path: &Path) -> Option<Value> {
+pub fn read_with(packages: &[&str], what: &str, path: &Path) -> Option<Value> {
     let python = match PypiFramework::set_up(packages, None, false) {
         Ok(framework) => framework.path("bin/python3"),
         Err(error) => {
@@ -54,8 +54,8 @@ fn read_with(packages: &[&str], what: &str, path: &Path) -> Option<Value> {
     Some(serde_json::from_str(text.lines().last().unwrap()).unwrap())
 }
 
-const PERFETTO: &[&str] = &["perfetto==0.59.1", "protobuf==7.36.2"];
-const HTA: &[&str] = &["HolisticTraceAnalysis==0.5.0"];
+pub const PERFETTO: &[&str] = &["perfetto==0.59.1", "protobuf==7.36.2"];
+pub const HTA: &[&str] = &["HolisticTraceAnalysis==0.5.0"];
 const OPERATIONS: u32 = 4000;
 
 /// Two nodes of two ranks, whose clocks are 40 s and 20 ppm apart.
@@ -149,8 +149,14 @@ fn hta_divides_the_time_as_the_breakdown_does() {
     let (out, text) = generate(timelines.path(), &["--chrome"]);
     check_chrome(&out.path().join("chrome_job/rank00001.json.gz"));
     assert!(text.contains("communication beside compute"), "{text}");
-    let ours = json(out.path().join("breakdown_job.json"));
     let Some(found) = read_with(HTA, "hta", &out.path().join("chrome_job")) else { return };
+    check_breakdown(&found, out.path(), 0.0);
+}
+
+/// Compares what HTA finds in a folder of traces with our breakdown there. Times may differ by some
+/// microseconds, or by one in 10,000.
+pub fn check_breakdown(found: &Value, folder: &Path, slack_us: f64) {
+    let ours = json(folder.join("breakdown_job.json"));
     let kinds = r#"["COMMUNICATION","COMPUTATION","COMPUTATION overlapping COMMUNICATION"]"#;
     assert_eq!(found["kinds"].to_string(), kinds);
     for (rank, (time, overlap)) in
@@ -165,10 +171,14 @@ fn hta_divides_the_time_as_the_breakdown_does() {
             ("non_compute_time(us)", "non_compute_time_us"),
         ] {
             let (theirs, ours) = (number(&time[theirs]), number(&ours[name]));
-            assert!((theirs - ours).abs() <= ours * 1e-4, "rank {rank}: {name} is {ours}, and {theirs} for HTA");
+            assert!(
+                (theirs - ours).abs() <= slack_us.max(ours * 1e-4),
+                "rank {rank}: {name} is {ours}, and {theirs} for HTA"
+            );
         }
         let difference = number(&overlap["comp_comm_overlap_pctg"]) - number(&ours["overlap_percent"]);
-        assert!(difference.abs() < 0.01, "rank {rank}: {overlap} {ours}");
+        let percent = 100.0 * slack_us / number(&ours["communication_time_us"]);
+        assert!(difference.abs() < percent.max(0.01), "rank {rank}: {overlap} {ours}");
     }
 }
 

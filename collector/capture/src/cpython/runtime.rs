@@ -14,12 +14,11 @@ use object::{
 };
 
 use crate::{
-    error::InterpreterError,
     memory::{self, Snapshot},
     objects::bytes::exported_symbol,
 };
 
-use super::{Layout, OFFSETS, layouts::LAYOUTS};
+use super::{InterpreterError, Layout, OFFSETS, layouts::LAYOUTS};
 
 /// The function that runs Python code. Compilers split it into parts, such as
 /// `_PyEval_EvalFrameDefault.cold`.

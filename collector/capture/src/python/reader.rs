@@ -14,10 +14,9 @@ use xpu_timer_proto::{
 
 use crate::{
     cpython::{
-        Layout,
+        InterpreterError, Layout,
         runtime::{Runtime, file_name},
     },
-    error::InterpreterError,
     memory::{ReadError, Snapshot},
     native::{
         RawFrame,

@@ -12,8 +12,8 @@ use std::{collections::HashMap, sync::Arc};
 use xpu_timer_proto::{procfs, server::PySpyFrame};
 
 use crate::{
-    cpython::Layout,
-    error::{Error, InterpreterError},
+    cpython::{InterpreterError, Layout},
+    error::Error,
     memory::{self, Snapshot},
     native::address_space::AddressSpace,
     objects::Images,

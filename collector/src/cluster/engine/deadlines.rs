@@ -148,6 +148,7 @@ impl Engine {
                 self.close(id, State::Ended, now);
             }
             State::Open => self.judge_if_complete(id, now),
+            State::Dumped if incident.idle_verdict.is_some() => {}
             State::Dumped if settling => {}
             // Drawings that were pending when an earlier collector ended are dropped.
             State::Dumped if incident.by_hand && restored && !incident.is_working() => {

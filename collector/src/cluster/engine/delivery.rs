@@ -19,14 +19,14 @@ use crate::{
     cluster::{
         engine::{Action, Engine, Expected, SECOND},
         gather::{GatherSetup, GatherTask, NodePart, foreign_data},
-        incident::{Incident, Progress},
+        incident::{Incident, Part, Progress},
         nodes::Node,
         service::Credit,
     },
     incident::{
-        Plan, State,
+        IdleJob, Plan, State,
         folder::rank_of_file,
-        judging,
+        judging, mild,
         part::{ALL_FILES, some_ranks},
     },
     job::NodeId,
@@ -209,6 +209,7 @@ impl Engine {
             world_size: summary.world_size,
             folder: incident.folder.clone(),
             is_new_round: incident.state == State::Open,
+            job_started_ns: summary.first_start_ns,
         };
         let setup = (!incident.is_gathering).then(|| Box::new(setup()));
         incident.is_gathering = true;
@@ -282,7 +283,36 @@ impl Engine {
         self.gather(id, GatherTask::Judge(missing, errors));
     }
 
+    /// The job of an incident is only idle, and the files of its capture are here: there is no
+    /// incident, and its folder is a mild capture.
+    fn found_idle(&mut self, id: &str, verdict: &Verdict) {
+        self.gather(id, GatherTask::KeepMild);
+        self.release(id);
+        let Some(incident) = self.incidents.remove(id) else { return };
+        let Incident { head, folder, parts, .. } = incident;
+        let place = folder.map_or("not kept".into(), |folder| folder.display().to_string());
+        info!("job {} is idle. Its capture: {} [{}, {place}]", head.job, verdict.sentence, verdict.cause);
+        self.throttle.refund(&head.job);
+        self.expected.retain(|_, expected| expected.incident != id);
+        let message = IncidentVerdict { is_idle: true, ..message_of(verdict, id, String::new()) };
+        for node in parts.into_keys() {
+            self.send(node, Message::Verdict(message.clone()));
+        }
+        let last_launch_ns = self.nodes.last_launch_ns(&head.job).unwrap_or(head.opened.mono_ns);
+        self.idle.insert(head.job, IdleJob { last_launch_ns, sentence: verdict.sentence.clone() });
+    }
+
     pub(super) fn apply_verdict(&mut self, id: &str, verdict: &Verdict, now: Now) {
+        let is_delivered = |part: &Part| part.progress == Progress::Delivered;
+        let is_idle = |one: &&mut Incident| one.is_idle && one.parts.values().all(is_delivered);
+        if let Some(incident) = self.incidents.get_mut(id).filter(is_idle)
+            && mild::is_mild(verdict)
+        {
+            (incident.judging, incident.state) = (false, State::Dumped);
+            incident.idle_verdict = Some(Box::new(verdict.clone()));
+            return self.select_files(id, verdict, now);
+        }
+        self.show(id);
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let (first, grounds) = (incident.state == State::Open, judging::grounds(verdict));
         incident.judging = false;
@@ -317,20 +347,26 @@ impl Engine {
             self.note_status(id, &folder, state, Some(at));
         }
         let Some(incident) = self.incidents.get(id) else { return };
-        let message = IncidentVerdict {
-            incident: id.into(),
-            sentence: verdict.sentence.clone(),
-            cause: verdict.cause.to_string(),
-            path,
-            culprits: verdict.culprits.clone(),
-            grounds: grounds.into(),
-            hanging: verdict.hanging_ranks().into_iter().collect::<RankSet>().to_message(),
-        };
+        let message = message_of(verdict, id, path);
         let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
         for node in nodes {
             self.send(node, Message::Verdict(message.clone()));
         }
         self.select_files(id, verdict, now);
+    }
+}
+
+/// What the nodes learn of a verdict. `path` is the folder of the incident.
+fn message_of(verdict: &Verdict, incident: &str, path: String) -> IncidentVerdict {
+    IncidentVerdict {
+        incident: incident.into(),
+        sentence: verdict.sentence.clone(),
+        cause: verdict.cause.to_string(),
+        path,
+        culprits: verdict.culprits.clone(),
+        grounds: judging::grounds(verdict).into(),
+        hanging: verdict.hanging_ranks().into_iter().collect::<RankSet>().to_message(),
+        is_idle: false,
     }
 }
 
@@ -356,8 +392,9 @@ impl Engine {
             let wanted: RankSet = part.ranks.iter().filter(|rank| all || some.contains(rank)).collect();
             (*node, wanted)
         });
-        incident.timelines = wanted.filter(|(_, wanted)| !wanted.is_empty()).collect();
-        let pending = incident.timelines.clone();
+        let pending: BTreeMap<NodeId, RankSet> = wanted.filter(|(_, wanted)| !wanted.is_empty()).collect();
+        // The timelines of an idle job show nothing.
+        incident.timelines = if incident.idle_verdict.is_some() { BTreeMap::new() } else { pending.clone() };
         self.begin_fetching(id, FileKind::Stacktrace, pending, now);
     }
 
@@ -391,6 +428,9 @@ impl Engine {
             && incident.files_pending.is_empty()
         {
             incident.files = None;
+            if let Some(verdict) = incident.idle_verdict.take() {
+                return self.found_idle(id, &verdict);
+            }
             let is_complete = incident.file_kind == FileKind::Timeline || incident.timelines.is_empty();
             self.gather(id, GatherTask::Draw { is_complete });
         }

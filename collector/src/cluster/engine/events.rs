@@ -136,6 +136,13 @@ impl Engine {
                     let job = activity.job.unwrap_or_default();
                     self.nodes.launched(node, &job, activity.launch_age_ms, now.mono_ns);
                 }
+                // A job that has launched since it was examined is no longer idle. The times of two
+                // messages differ by their delays.
+                let nodes = &self.nodes;
+                self.idle.retain(|job, idle| {
+                    let last_ns = nodes.last_launch_ns(job);
+                    last_ns.is_some_and(|last_ns| last_ns < idle.last_launch_ns + SECOND)
+                });
             }
             NodeMessage::Paces(paces) => self.add_paces(node, paces.ranks),
         }

@@ -67,22 +67,28 @@ impl Engine {
             self.send(node, decline(reason, false));
             return;
         }
-        // A dump by hand that the node has already taken does not contain a later hang.
-        let taken = |one: &Incident| one.by_hand && !one.awaits(node);
+        // A dump by hand that the node has already taken does not contain a later hang, nor does the
+        // capture of an idle job.
+        let taken = |one: &Incident| one.by_hand && !one.awaits(node) || one.idle_verdict.is_some();
         let is_other = |one: &Incident| one.head.id != alarm.incident && (taken(one) || self.is_before(one, node));
         let open = self
             .incidents
             .values()
             .find(|one| one.is_open() && one.head.job == job && !self.is_over(one) && !is_other(one));
         let open = open.map(|one| one.head.id.clone());
+        let is_idle = trigger.kind() == TriggerKind::Idle && !alarm.reports_idle;
         if let Some(incident) = open.and_then(|id| self.incidents.get_mut(&id)) {
             let id = incident.head.id.clone();
             if alarm.hangs {
                 incident.note_hang(node, true, false, now.mono_ns);
             }
+            let awaits = incident.awaits(node);
+            if !is_idle {
+                self.show(&id);
+            }
             // An alarm long after the other nodes have delivered: the node missed the request or is
             // new.
-            if let Some(request) = incident.awaits(node).then(|| self.dump_request(&id, node, now)).flatten() {
+            if let Some(request) = awaits.then(|| self.dump_request(&id, node, now)).flatten() {
                 self.send(node, Message::Dump(request));
             } else if id != alarm.incident {
                 self.send(node, decline(format!("it is a part of incident {id}"), false));
@@ -105,36 +111,42 @@ impl Engine {
         }
         let hanging = alarm.hangs.then_some(node);
         let name = if alarm.captured { alarm.incident } else { in_time(&alarm.incident, now) };
-        self.open(&name, &job, summary.attempt, trigger, alarm.late_ns, hanging, now);
+        let head = Head { id: name, job, attempt: summary.attempt, trigger, opened: now, late_ns: alarm.late_ns };
+        self.open(Incident { hanging: hanging.into_iter().collect(), is_idle, ..Incident::new(head) }, now);
     }
 
-    #[allow(clippy::too_many_arguments, reason = "all of it is the incident")]
-    pub(super) fn open(
-        &mut self,
-        id: &str,
-        job: &JobKey,
-        attempt: u32,
-        trigger: Trigger,
-        late_ns: u64,
-        hanging: Option<NodeId>,
-        now: Now,
-    ) -> String {
-        let mut id: String = id.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').take(64).collect();
+    /// Opens an incident, under another name if its own is taken. Returns the name.
+    fn open(&mut self, mut incident: Incident, now: Now) -> String {
+        let name = incident.head.id.chars();
+        let mut id: String = name.filter(|c| c.is_ascii_alphanumeric() || *c == '-').take(64).collect();
         while self.incidents.contains_key(&id) || id.is_empty() {
             id.push('0');
         }
-        info!("incident {id} opened for job {job}: {:?} of rank {}", trigger.kind(), trigger.rank);
-        self.opened += 1;
+        let Head { job, trigger, .. } = &incident.head;
+        if incident.is_idle {
+            info!("job {job} has launched nothing for its idle timeout; it is examined as {id}");
+        } else {
+            info!("incident {id} opened for job {job}: {:?} of rank {}", trigger.kind(), trigger.rank);
+            self.opened += 1;
+        }
         let summary = self.nodes.job(job);
-        let mut incident =
-            Incident::new(Head { id: id.clone(), job: job.clone(), attempt, trigger, opened: now, late_ns });
-        incident.hanging.extend(hanging);
+        incident.head.id.clone_from(&id);
         incident.deadline_ns = now.mono_ns + summary.sample_interval_ms * 1_000_000 + CAPTURE_NS;
-        let record = Record::new(&incident.head);
+        let record = Record { opened_mono_ns: now.mono_ns, dumped_mono_ns: now.mono_ns, ..Record::new(&incident.head) };
         self.incidents.insert(id.clone(), incident);
         self.actions.push_back(Action::MakeFolder(record));
         self.request_dumps(&id, now);
         id
+    }
+
+    /// An incident is not, or not only, about an idle job: users see it from now on.
+    pub(super) fn show(&mut self, id: &str) {
+        if let Some(incident) = self.incidents.get_mut(id)
+            && std::mem::take(&mut incident.is_idle)
+        {
+            info!("incident {id} opened for job {}", incident.head.job);
+            self.opened += 1;
+        }
     }
 
     /// The folder of an incident was made, or could not be made.
@@ -257,10 +269,8 @@ impl Engine {
         }
         let attempt = self.nodes.job(&job).attempt;
         let trigger = Trigger { rank: -1, unix_ns: now.unix_ns, ..Default::default() };
-        let id = self.open(&new_name(now), &job, attempt, trigger, 0, None, now);
-        if let Some(incident) = self.incidents.get_mut(&id) {
-            incident.hanging.extend(hanging);
-        }
+        let head = Head { id: new_name(now), job, attempt, trigger, opened: now, late_ns: 0 };
+        self.open(Incident { hanging: hanging.into_iter().collect(), ..Incident::new(head) }, now);
     }
 
     /// A user requests a dump of a job; without a name, of the only one.
@@ -281,8 +291,10 @@ impl Engine {
             let trigger =
                 Trigger { kind: TriggerKind::Manual.into(), rank: -1, unix_ns: now.unix_ns, ..Default::default() };
             let attempt = self.nodes.job(&job).attempt;
-            self.open(&new_name(now), &job, attempt, trigger, 0, None, now)
+            let head = Head { id: new_name(now), job, attempt, trigger, opened: now, late_ns: 0 };
+            self.open(Incident::new(head), now)
         });
+        self.show(&id);
         if let Some(incident) = self.incidents.get_mut(&id) {
             incident.replies.push(reply);
         }

@@ -6,8 +6,8 @@ use xpu_timer_proto::{
     env::Source,
     timeline::PENDING,
     v1::{
-        Alarm, Captured, DumpFile, FileKind, IncidentClosed, IncidentUpdate, JobId, NodeDump, NodeHello, NodeRanks,
-        Presence, RankEntry, RankInfo, Trigger, TriggerKind, cluster_message::Message, delivery,
+        Alarm, Captured, DumpFile, FileKind, Heartbeat, IncidentClosed, IncidentUpdate, JobActivity, JobId, NodeDump,
+        NodeHello, NodeRanks, Presence, RankEntry, RankInfo, Trigger, TriggerKind, cluster_message::Message, delivery,
         node_message::Message as NodeMessage,
     },
 };
@@ -493,6 +493,84 @@ fn an_unproven_hang_gets_another_round_if_it_lasts() {
     cluster.apply(&id, &verdict, at(60));
     assert!(cluster.hub.engine.incidents[&id].next_round_ns.is_none());
     assert_eq!(cluster.job_hang(), "1");
+}
+
+/// Two nodes report that their job is idle, and both deliver. Returns the incident, its folder, the
+/// verdict without a hang, and the messages to the first node.
+fn idle_job(reports_idle: bool) -> (TestHub, String, PathBuf, Verdict, mpsc::Receiver<Outbound>) {
+    let mut cluster = hub();
+    let (mut first, mut second) = (cluster.join(0), cluster.join(1));
+    let trigger = Some(Trigger { kind: TriggerKind::Idle.into(), rank: -1, ..Default::default() });
+    cluster.say(0, NodeMessage::Alarm(Alarm { trigger, reports_idle, ..alarm(-1) }), at(10));
+    cluster.folder_made(at(10));
+    let id = cluster.hub.engine.incidents.keys().next().unwrap().clone();
+    for (stream, messages) in [(0, &mut first), (1, &mut second)] {
+        cluster.captured(&id, stream, at(11));
+        let key = cluster.bring(messages);
+        cluster.dump(&key, true, at(12));
+    }
+    let verdict = cluster.verdict();
+    assert_eq!(verdict.hang, HangEvidence::None);
+    let folder = cluster.hub.engine.incidents[&id].folder.clone().unwrap();
+    (cluster, id, folder, verdict, first)
+}
+
+fn status_of(cluster: &TestHub) -> Value {
+    super::super::status::status(&cluster.hub.engine, "127.0.0.1:1".parse().unwrap(), at(13))
+}
+
+#[test]
+fn an_idle_job_is_no_incident_and_its_capture_is_kept() {
+    let (mut cluster, id, folder, verdict, mut first) = idle_job(false);
+    assert_eq!(status_of(&cluster)["incidents"], serde_json::json!([]), "it is only examined");
+    cluster.apply(&id, &verdict, at(13));
+    let key = cluster.fetched(&mut first, FileKind::Stacktrace);
+    cluster.file(&id, &key, "00000-00002.stacktrace", at(13));
+    cluster.file(&id, &key, "", at(13));
+    assert_eq!(status_of(&cluster)["incidents"], serde_json::json!([]));
+    // The second node does not send its files.
+    cluster.hub.tick(at(60));
+    let told = std::iter::from_fn(|| first.try_recv().ok()).find_map(|message| match message.unwrap().message {
+        Some(Message::Verdict(verdict)) => Some((verdict.incident, verdict.is_idle)),
+        _ => None,
+    });
+    assert_eq!(told, Some((id.clone(), true)));
+    assert!(cluster.hub.engine.incidents.is_empty() && cluster.hub.engine.opened == 0);
+    let status = status_of(&cluster);
+    assert_eq!((&status["idle"][0]["job"], &status["incidents"]), (&"j".into(), &serde_json::json!([])));
+    let root = folder.parent().unwrap();
+    let kept = root.join("mild").join(folder.file_name().unwrap());
+    while folder.exists() {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    assert!(kept.join("00000-00002.stacktrace").exists() && !root.join("latest").exists());
+    assert_eq!(records::verdict(&kept).unwrap().timing.status, Status::Mild);
+    // It launches again.
+    let jobs = vec![JobActivity { job: alarm(0).job, launch_age_ms: 0 }];
+    cluster.say(0, NodeMessage::Heartbeat(Heartbeat { jobs }), at(70));
+    assert_eq!(status_of(&cluster)["idle"], serde_json::json!([]));
+}
+
+#[test]
+fn an_idle_job_is_an_incident_if_the_user_wants_that_or_something_else_is_wrong() {
+    let (mut cluster, id, folder, verdict, _first) = idle_job(true);
+    assert_eq!(status_of(&cluster)["incidents"][0]["incident"], id.as_str());
+    cluster.apply(&id, &verdict, at(13));
+    cluster.hub.wait_for_disk();
+    assert!(folder.exists() && cluster.hub.engine.opened == 1);
+
+    let (mut cluster, id, folder, mut verdict, _first) = idle_job(false);
+    verdict.hang = HangEvidence::WaitChain;
+    cluster.apply(&id, &verdict, at(13));
+    cluster.hub.wait_for_disk();
+    assert!(folder.exists() && cluster.hub.engine.opened == 1);
+
+    let (mut cluster, id, folder, verdict, _first) = idle_job(false);
+    cluster.say(1, NodeMessage::Alarm(Alarm { incident: "2".into(), ..alarm(1) }), at(12));
+    assert_eq!(status_of(&cluster)["incidents"][0]["incident"], id.as_str(), "an operation hangs as well");
+    cluster.apply(&id, &verdict, at(13));
+    cluster.hub.wait_for_disk();
+    assert!(folder.exists() && cluster.hub.engine.opened == 1);
 }
 
 #[test]
