@@ -172,7 +172,7 @@ pub(crate) struct TableRule<R> {
 #[cfg(test)]
 impl<R> TableRule<R> {
     /// Its name, reason and scenario.
-    pub fn texts(&self) -> (&'static str, &'static str, &'static str) {
+    pub(crate) fn texts(&self) -> (&'static str, &'static str, &'static str) {
         (self.name, self.reason, self.scenario)
     }
 }

@@ -89,7 +89,7 @@ pub(crate) fn promote(root: &Path, of: &OfJob, reason: &str) -> Vec<String> {
 }
 
 /// Makes the folder of an incident, whose verdict shows no problem, a mild capture. Logs errors.
-pub fn keep(folder: &Path) {
+pub(crate) fn keep(folder: &Path) {
     if let Err(error) = try_keep(folder) {
         warn!("capture {}: {}", id(folder), chain(&error));
     }
