@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use xpu_timer_proto::{
     server::{Awaited, AwaitedKind, Holder},
-    v1::{Evidence, Op, OpKind, Operation},
+    v1::{Evidence, Op, OpKind, Operation, TriggerKind},
 };
 
 use crate::{
@@ -32,7 +32,7 @@ pub(crate) struct Position<'a> {
 
 impl<'a> Position<'a> {
     /// The position that a location shows.
-    pub fn of(location: &'a Location) -> Self {
+    pub(crate) fn of(location: &'a Location) -> Self {
         let python = location.python.as_deref();
         Position {
             python: python.map(|python| (stacks::base_name(python), location.python_function.as_deref())),
@@ -45,7 +45,7 @@ impl<'a> Position<'a> {
     }
 
     /// Whether no stack shows the position.
-    pub fn is_unknown(&self) -> bool {
+    pub(crate) fn is_unknown(&self) -> bool {
         self.python.is_none() && self.native.is_none()
     }
 }
@@ -79,7 +79,7 @@ pub(crate) struct Case<'a> {
 
 impl<'a> Case<'a> {
     /// Matches the communicators and builds the wait-for graph.
-    pub fn of(evidence: &'a Evidence, operations: &'a [EncodedOperations]) -> Self {
+    pub(crate) fn of(evidence: &'a Evidence, operations: &'a [EncodedOperations]) -> Self {
         let world = World::of(evidence, operations);
         let mut comms = matching::communicators(&world);
         kernels::add_collectives(&world, &mut comms);
@@ -93,18 +93,23 @@ impl<'a> Case<'a> {
         Case { evidence, world, comms, graph, stack_waiters: Vec::new(), fully_recorded }
     }
 
+    /// What opened the incident.
+    pub(crate) fn trigger_kind(&self) -> TriggerKind {
+        self.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind())
+    }
+
     /// The view of a rank.
-    pub fn view(&self, rank_index: usize) -> &RankView<'a> {
+    pub(crate) fn view(&self, rank_index: usize) -> &RankView<'a> {
         &self.world.views[rank_index]
     }
 
     /// Where the main thread of a rank is.
-    pub fn position(&self, rank_index: usize) -> Position<'_> {
+    pub(crate) fn position(&self, rank_index: usize) -> Position<'_> {
         Position::of(&self.view(rank_index).host.location)
     }
 
     /// The rank of a suspect of the host kind.
-    pub fn host_rank(&self, suspect: &Suspect) -> Option<usize> {
+    pub(crate) fn host_rank(&self, suspect: &Suspect) -> Option<usize> {
         match suspect {
             Suspect::Host { rank_index, .. } => Some(*rank_index),
             _ => None,
@@ -112,7 +117,7 @@ impl<'a> Case<'a> {
     }
 
     /// The rank of a suspect of the host or the device kind.
-    pub fn suspect_rank(&self, suspect: &Suspect) -> Option<usize> {
+    pub(crate) fn suspect_rank(&self, suspect: &Suspect) -> Option<usize> {
         match suspect {
             Suspect::Host { rank_index, .. } | Suspect::Device { rank_index, .. } => Some(*rank_index),
             _ => None,
@@ -120,7 +125,7 @@ impl<'a> Case<'a> {
     }
 
     /// The event of a suspect in which most ranks wait. Of several, the first.
-    pub fn main_event(&self, suspect: &Suspect) -> Option<Event> {
+    pub(crate) fn main_event(&self, suspect: &Suspect) -> Option<Event> {
         let events = match suspect {
             Suspect::Host { events, .. } | Suspect::Device { events, .. } | Suspect::Cycle(events) => events,
             Suspect::Complete(event) => return Some(*event),
@@ -130,7 +135,7 @@ impl<'a> Case<'a> {
     }
 
     /// The operation of an event, from the record of one of its waiters.
-    pub fn operation(&self, event: Event) -> Option<&'a Operation> {
+    pub(crate) fn operation(&self, event: Event) -> Option<&'a Operation> {
         let of_view = |rank_index: usize| match event {
             Event::Collective { comm, seq } => {
                 let id = self.comms[comm].id;
@@ -163,7 +168,7 @@ impl<'a> Case<'a> {
     }
 
     /// The kernel of an event that is a collective without a host call, and its launch number.
-    pub fn kernel_of(&self, event: Event) -> Option<(&KernelGroup, u64)> {
+    pub(crate) fn kernel_of(&self, event: Event) -> Option<(&KernelGroup, u64)> {
         let Event::Collective { comm, seq } = event else { return None };
         Some((self.comms[comm].kernel.as_ref()?, seq))
     }
@@ -176,19 +181,19 @@ impl<'a> Case<'a> {
     }
 
     /// The main thread of a rank sleeps and has run between the samples: it polls for something.
-    pub fn polls(&self, rank_index: usize) -> bool {
+    pub(crate) fn polls(&self, rank_index: usize) -> bool {
         let ran = |moved: stacks::Movement| moved.main_ran && !moved.is_progress();
         self.does(rank_index, Activity::Sleep) && self.view(rank_index).host.moved.is_some_and(ran)
     }
 
     /// The main thread of a rank polls seldom, as one that tries again after a failure.
-    pub fn retries(&self, rank_index: usize) -> bool {
+    pub(crate) fn retries(&self, rank_index: usize) -> bool {
         self.polls(rank_index) && self.view(rank_index).host.moved.is_some_and(|moved| moved.main_ran_seldom)
     }
 
     /// Those of `views` that, by their records, wait in a call for members of an MPI window, while
     /// another of `views` is a member of that window and in no such call.
-    pub fn ranks_waiting_in_windows(&self, views: &BTreeSet<usize>) -> BTreeSet<usize> {
+    pub(crate) fn ranks_waiting_in_windows(&self, views: &BTreeSet<usize>) -> BTreeSet<usize> {
         let named = |operation: &&Operation| {
             operation.kind() == OpKind::HostCall && operation.op() == Op::Unspecified && operation.communicator != 0
         };
@@ -208,7 +213,7 @@ impl<'a> Case<'a> {
 
     /// The main thread of a rank waits for data from a socket, or polls for something, so another
     /// process may be the culprit.
-    pub fn waits_for_peer(&self, rank_index: usize) -> bool {
+    pub(crate) fn waits_for_peer(&self, rank_index: usize) -> bool {
         let host = &self.view(rank_index).host;
         let socket = host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Socket);
         socket || stacks::is_network(self.native_function(rank_index)) || self.polls(rank_index)
@@ -216,13 +221,13 @@ impl<'a> Case<'a> {
 
     /// The main thread of a rank waits for an event, a message or a semaphore that processes share,
     /// by its C function. What it waits for may be unknown.
-    pub fn waits_for_message(&self, rank_index: usize) -> bool {
+    pub(crate) fn waits_for_message(&self, rank_index: usize) -> bool {
         stacks::is_message_wait(self.native_function(rank_index))
     }
 
     /// The main thread of a rank waits for a lock that it shares with other processes, and no child
     /// process of the rank is known to hold it up. It may wait for another rank.
-    pub fn in_shared_lock(&self, rank_index: usize) -> bool {
+    pub(crate) fn in_shared_lock(&self, rank_index: usize) -> bool {
         let view = self.view(rank_index);
         let shared = self.does(rank_index, Activity::Lock) && stacks::is_shared_lock(&view.host.observed.witness);
         shared && !self.stuck_helper(rank_index).is_some_and(|helper| helper.is_stuck())
@@ -230,7 +235,7 @@ impl<'a> Case<'a> {
 
     /// Whether a rank in a shared lock may wait for one of these processes, each a node and a pid:
     /// one of them shares the lock, or it is not known which do.
-    pub fn may_share_lock(&self, rank_index: usize, others: &BTreeSet<(Option<&str>, i32)>) -> bool {
+    pub(crate) fn may_share_lock(&self, rank_index: usize, others: &BTreeSet<(Option<&str>, i32)>) -> bool {
         let view = self.view(rank_index);
         let holders = view.host.awaited.as_ref().map_or(&[][..], |awaited| &awaited.holders);
         let shares = |holder: &Holder| others.contains(&(view.node(), holder.pid));
@@ -239,7 +244,7 @@ impl<'a> Case<'a> {
 
     /// The main thread of a rank has nothing to do: it sleeps, or waits for a message, a person or
     /// a signal.
-    pub fn is_idle(&self, rank_index: usize) -> bool {
+    pub(crate) fn is_idle(&self, rank_index: usize) -> bool {
         let signal = stacks::is_signal_wait(self.native_function(rank_index));
         self.does(rank_index, Activity::Sleep)
             || signal
@@ -248,13 +253,13 @@ impl<'a> Case<'a> {
     }
 
     /// Whether the main thread of a rank has this activity in its last sample.
-    pub fn does(&self, rank_index: usize, activity: Activity) -> bool {
+    pub(crate) fn does(&self, rank_index: usize, activity: Activity) -> bool {
         self.view(rank_index).host.observed.activity == activity
     }
 
     /// Whether a rank compiles, by itself or in a child process, and the compiler makes progress as
     /// far as the samples show.
-    pub fn compiles(&self, rank_index: usize) -> bool {
+    pub(crate) fn compiles(&self, rank_index: usize) -> bool {
         let view = self.view(rank_index);
         let progresses = |moved: stacks::Movement| moved.is_progress() || moved.helper_busy || moved.library_progressed;
         self.does(rank_index, Activity::Compile) && view.host.moved.is_none_or(progresses)
@@ -262,18 +267,18 @@ impl<'a> Case<'a> {
     }
 
     /// The name of a child process of a rank that is a compiler and makes progress.
-    pub fn compiler_child(&self, rank_index: usize) -> Option<String> {
+    pub(crate) fn compiler_child(&self, rank_index: usize) -> Option<String> {
         self.view(rank_index).evidence.and_then(facts::compiler_child)
     }
 
     /// The thread or child process of a rank that is stuck.
-    pub fn stuck_helper(&self, rank_index: usize) -> Option<StuckHelper> {
+    pub(crate) fn stuck_helper(&self, rank_index: usize) -> Option<StuckHelper> {
         self.view(rank_index).evidence.and_then(facts::stuck_helper)
     }
 
     /// The stuck child process for which a rank waits: the rank waits for a loader or for a lock,
     /// or nothing else is known of its wait.
-    pub fn stuck_child(&self, rank_index: usize) -> Option<StuckHelper> {
+    pub(crate) fn stuck_child(&self, rank_index: usize) -> Option<StuckHelper> {
         let waits_inside = self.does(rank_index, Activity::DataLoader) || self.does(rank_index, Activity::Lock);
         let explains = |child: &StuckHelper| child.is_dead() || waits_inside || self.awaited(rank_index).is_none();
         self.stuck_helper(rank_index).filter(|helper| helper.pid > 0).filter(explains)
@@ -281,7 +286,7 @@ impl<'a> Case<'a> {
 
     /// Which process is behind a rank that waits: one of its own, which the chain of its waits ends
     /// at or which is stuck, or the rank itself.
-    pub fn behind(&self, rank_index: usize) -> Behind<'_> {
+    pub(crate) fn behind(&self, rank_index: usize) -> Behind<'_> {
         let wait = self.graph.process_wait(rank_index).filter(|wait| wait.is_own);
         let helper = self.stuck_child(rank_index);
         let is_helper_stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
@@ -301,7 +306,7 @@ impl<'a> Case<'a> {
     }
 
     /// What the system call of a rank's main thread waits for, if it has a name or a known holder.
-    pub fn awaited(&self, rank_index: usize) -> Option<&Awaited> {
+    pub(crate) fn awaited(&self, rank_index: usize) -> Option<&Awaited> {
         let view = self.view(rank_index);
         view.host.awaited.as_ref().filter(|awaited| {
             let has_others = awaited.holders.iter().any(|holder| Some(holder.pid) != view.pid());
@@ -323,13 +328,13 @@ impl<'a> Case<'a> {
 
     /// Whether the main thread of a rank waits for keyboard input, or for a standard input that
     /// replaces it.
-    pub fn at_terminal(&self, rank_index: usize) -> bool {
+    pub(crate) fn at_terminal(&self, rank_index: usize) -> bool {
         self.view(rank_index).host.awaited.as_ref().is_some_and(stacks::is_terminal)
     }
 
     /// Whether the main thread of a rank waits for a child process by a pipe: the child has the
     /// other end open, or the child is dead and only the rank itself has it open.
-    pub fn waits_for_child_by_pipe(&self, rank_index: usize) -> bool {
+    pub(crate) fn waits_for_child_by_pipe(&self, rank_index: usize) -> bool {
         let view = self.view(rank_index);
         let dead = || self.stuck_helper(rank_index).is_some_and(|helper| helper.is_dead());
         view.host.awaited.as_ref().filter(|awaited| awaited.kind() == AwaitedKind::Pipe).is_some_and(|awaited| {
@@ -366,7 +371,7 @@ impl<'a> Case<'a> {
     /// The main thread of a rank did not run at all between the samples, in a call that neither
     /// ends by itself nor waits for the work of another thread. Other threads do not matter, such
     /// as those of a library that polls.
-    pub fn blocked(&self, rank_index: usize) -> bool {
+    pub(crate) fn blocked(&self, rank_index: usize) -> bool {
         let host = &self.view(rank_index).host;
         let stands_still = host.moved.is_some_and(|moved| !moved.io && !moved.own_frame && !moved.main_ran);
         stands_still && host.stack && self.does(rank_index, Activity::Unknown) && !self.may_finish(rank_index)
@@ -374,7 +379,7 @@ impl<'a> Case<'a> {
 
     /// Confidence in a suspect of the host kind. High only if its stacks and the records of all
     /// members of its events are there, both samples agree, and its activity cannot end by itself.
-    pub fn host_confidence(&self, suspect: &Suspect) -> Confidence {
+    pub(crate) fn host_confidence(&self, suspect: &Suspect) -> Confidence {
         let Suspect::Host { rank_index, events, guess } = suspect else { return Confidence::Medium };
         let host = &self.view(*rank_index).host;
         if *guess || events.is_empty() || !host.stack || host.moved.is_none() || !host.same_in_both || !host.frozen() {
@@ -397,7 +402,7 @@ impl<'a> Case<'a> {
 
     /// High if every member of the events' communicators is known, else medium. The group of ranks
     /// that launch a kernel may be a guess.
-    pub fn members_confidence(&self, events: &[Event]) -> Confidence {
+    pub(crate) fn members_confidence(&self, events: &[Event]) -> Confidence {
         let known = |event: &Event| {
             let (Event::Collective { comm, .. }
             | Event::PointToPoint { comm, .. }

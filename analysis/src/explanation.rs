@@ -114,7 +114,7 @@ pub(crate) enum CollectiveFault {
     /// A rank has called a collective in a group that it has not closed.
     OpenGroup { rank_index: usize, event: Event },
     /// The records of some ranks end in a collective that the others completed.
-    FellSilent { silent: Vec<usize>, completed_by: Vec<usize>, event: Event },
+    StaleRecords { stale: Vec<usize>, completed_by: Vec<usize>, event: Event },
     /// Ranks have started a collective of a host library and do not wait for it as the others do.
     NotWaitedFor { away: Vec<usize>, waiting: Vec<usize>, event: Event },
     /// A rank is at another place than most ranks, which are at one place.

@@ -67,7 +67,7 @@ pub(crate) enum Fact {
 
 impl Fact {
     /// The positions of the first two of these ranks.
-    pub fn positions(rank_indices: &[usize]) -> impl Iterator<Item = Fact> {
+    pub(crate) fn positions(rank_indices: &[usize]) -> impl Iterator<Item = Fact> {
         rank_indices.iter().take(2).copied().map(Fact::Position)
     }
 }
@@ -105,7 +105,7 @@ pub(crate) enum RankFact {
 
 impl RankFact {
     /// The fact about this rank.
-    pub fn of(self, rank_index: usize) -> Fact {
+    pub(crate) fn of(self, rank_index: usize) -> Fact {
         Fact::Rank(rank_index, self)
     }
 }
@@ -154,6 +154,29 @@ pub(crate) enum Exclusion {
     IsBehind(usize),
 }
 
+/// One rule of an ordered table, and what a reader needs to know about it.
+pub(crate) struct TableRule<R> {
+    /// Name of the rule.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
+    pub name: &'static str,
+    /// Why the rule holds.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
+    pub reason: &'static str,
+    /// The scenario that fails without the rule.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
+    pub scenario: &'static str,
+    /// What the rule does.
+    pub rule: R,
+}
+
+#[cfg(test)]
+impl<R> TableRule<R> {
+    /// Its name, reason and scenario.
+    pub(crate) fn texts(&self) -> (&'static str, &'static str, &'static str) {
+        (self.name, self.reason, self.scenario)
+    }
+}
+
 /// What the judge concludes. The sentence of the verdict says it.
 #[derive(Debug, Clone)]
 pub(crate) enum Conclusion {
@@ -172,7 +195,7 @@ pub(crate) enum Conclusion {
 
 impl Conclusion {
     /// The processes that belong to no rank and hold up the job, as indices.
-    pub fn culprit_processes(&self) -> BTreeSet<usize> {
+    pub(crate) fn culprit_processes(&self) -> BTreeSet<usize> {
         let processes = |finding: &Finding| match &finding.explanation {
             Explanation::Process(fault) => match &fault.mutual {
                 Some(mutual) => mutual.processes.clone(),
@@ -185,7 +208,7 @@ impl Conclusion {
     }
 
     /// The culprits that are late because they wait on their host, as rank indices.
-    pub fn ranks_that_wait(&self) -> BTreeSet<usize> {
+    pub(crate) fn ranks_that_wait(&self) -> BTreeSet<usize> {
         let waits = |finding: &&Finding| match &finding.explanation {
             Explanation::Process(_) | Explanation::Collective(CollectiveFault::Absent { .. }) => true,
             Explanation::Host { state, .. } => matches!(
@@ -198,7 +221,7 @@ impl Conclusion {
     }
 
     /// Whether the culprits wait for each other and not in an operation.
-    pub fn is_cycle(&self) -> bool {
+    pub(crate) fn is_cycle(&self) -> bool {
         let is_cycle = |finding: &Finding| match &finding.explanation {
             Explanation::HoldEachOther(_) => true,
             Explanation::Process(fault) => fault.mutual.is_some(),
@@ -208,7 +231,7 @@ impl Conclusion {
     }
 
     /// The ranks that are culprits because they and other processes wait for each other.
-    pub fn ranks_in_cycles(&self) -> BTreeSet<usize> {
+    pub(crate) fn ranks_in_cycles(&self) -> BTreeSet<usize> {
         let rank = |finding: &Finding| match &finding.explanation {
             Explanation::Process(fault) if fault.mutual.is_some() => Some(fault.rank_index),
             _ => None,
@@ -218,7 +241,7 @@ impl Conclusion {
 
     /// The events that all ranks are known to have entered with equal arguments, and that do not
     /// complete.
-    pub fn stalled(&self) -> Vec<Event> {
+    pub(crate) fn stalled(&self) -> Vec<Event> {
         let stalled = |finding: &Finding| match &finding.explanation {
             Explanation::Collective(CollectiveFault::Stalled { event, certain: true })
             | Explanation::Transfer(TransferFault::Stalled { event }) => Some(*event),
@@ -228,7 +251,7 @@ impl Conclusion {
     }
 
     /// The findings of the rules.
-    pub fn findings(&self) -> &[Finding] {
+    pub(crate) fn findings(&self) -> &[Finding] {
         match self {
             Conclusion::Explained { findings, .. } => findings,
             _ => &[],
@@ -236,7 +259,7 @@ impl Conclusion {
     }
 
     /// The findings whose facts are the evidence. If all ranks are stuck alike, a few show it.
-    pub fn evidence(&self) -> &[Finding] {
+    pub(crate) fn evidence(&self) -> &[Finding] {
         match self {
             Conclusion::Explained { findings, .. } => findings,
             Conclusion::AllStuckAlike(findings) => &findings[..findings.len().min(4)],

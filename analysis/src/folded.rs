@@ -15,7 +15,7 @@ pub const DROPPED_FROM: &str = "lto_priv";
 pub const STATE: &str = "State";
 
 /// Appends the name of a frame, `func@file`, without characters that would break a line.
-pub fn push_word(out: &mut String, func: &str, file: &str) {
+pub fn push_name(out: &mut String, func: &str, file: &str) {
     push_clean(out, func);
     out.push('@');
     push_clean(out, file);
@@ -35,14 +35,14 @@ fn push_clean(out: &mut String, text: &str) {
 
 /// The names of one stack, root first. The frames come as in the messages: `(func, file)`, leaf
 /// first.
-pub fn stack_words<'a>(
+pub fn stack_names<'a>(
     leaf_first: impl DoubleEndedIterator<Item = (&'a str, &'a str)>,
 ) -> impl Iterator<Item = String> {
     leaf_first
         .rev()
         .map(|(func, file)| {
             let mut name = String::with_capacity(func.len() + 1 + file.len());
-            push_word(&mut name, func, file);
+            push_name(&mut name, func, file);
             name
         })
         .take_while(|name| !name.contains(DROPPED_FROM))
@@ -67,7 +67,7 @@ pub fn insert_python(tree: &mut PrefixTree, dump: &Stacktrace, rank: u32) {
 }
 
 fn insert<'a>(tree: &mut PrefixTree, leaf_first: impl DoubleEndedIterator<Item = (&'a str, &'a str)>, rank: u32) {
-    let names: Vec<String> = stack_words(leaf_first).collect();
+    let names: Vec<String> = stack_names(leaf_first).collect();
     tree.insert(names.iter().map(String::as_str), rank);
 }
 
@@ -138,7 +138,7 @@ mod tests {
 
     fn name(func: &str, file: &str) -> String {
         let mut out = String::new();
-        push_word(&mut out, func, file);
+        push_name(&mut out, func, file);
         out
     }
 
@@ -153,9 +153,9 @@ mod tests {
     #[test]
     fn lto_priv_drops_the_frame_and_everything_leafward() {
         let frames = [("leaf", "l"), ("mid.lto_priv.0", "m"), ("root", "r")];
-        assert_eq!(stack_words(frames.into_iter()).collect::<Vec<_>>(), ["root@r"]);
+        assert_eq!(stack_names(frames.into_iter()).collect::<Vec<_>>(), ["root@r"]);
         let frames = [("leaf", "l"), ("root", "x.lto_priv")];
-        assert_eq!(stack_words(frames.into_iter()).count(), 0);
+        assert_eq!(stack_names(frames.into_iter()).count(), 0);
     }
 
     #[test]

@@ -53,42 +53,42 @@ pub(crate) struct Graph {
 
 impl Graph {
     /// The chain of processes for which a rank waits, if it waits for any.
-    pub fn process_wait(&self, rank_index: usize) -> Option<&ProcessWait> {
+    pub(crate) fn process_wait(&self, rank_index: usize) -> Option<&ProcessWait> {
         let index = self.process_waits.binary_search_by_key(&rank_index, |wait| wait.waiter).ok()?;
         Some(&self.process_waits[index])
     }
 
     /// The process that should become a missing rank or start it.
-    pub fn to_come(&self, rank_index: usize) -> Option<&ToCome> {
+    pub(crate) fn to_come(&self, rank_index: usize) -> Option<&ToCome> {
         let index = self.to_come.binary_search_by_key(&rank_index, |process| process.rank_index).ok()?;
         Some(&self.to_come[index])
     }
 
     /// Whether a rank waits for a process that waits for clients itself.
-    pub fn is_at_rest(&self, rank_index: usize) -> bool {
+    pub(crate) fn is_at_rest(&self, rank_index: usize) -> bool {
         self.at_rest.binary_search_by_key(&rank_index, |(waiter, _)| *waiter).is_ok()
     }
 
     /// The process that waits for clients itself, and for which a rank waits.
-    pub fn server_at_rest(&self, rank_index: usize) -> Option<usize> {
+    pub(crate) fn server_at_rest(&self, rank_index: usize) -> Option<usize> {
         let index = self.at_rest.binary_search_by_key(&rank_index, |(waiter, _)| *waiter).ok()?;
         self.at_rest[index].1
     }
 
     /// Whether a rank waits for a process about which too little is known: it was not found in
     /// time, or is on another machine.
-    pub fn waits_for_unknown(&self, rank_index: usize) -> bool {
+    pub(crate) fn waits_for_unknown(&self, rank_index: usize) -> bool {
         self.on_unknown.binary_search(&rank_index).is_ok()
     }
 
     /// Whether a rank waits without a timeout for a lock of its own threads, and all of these wait
     /// for each other too.
-    pub fn is_locked_in(&self, rank_index: usize) -> bool {
+    pub(crate) fn is_locked_in(&self, rank_index: usize) -> bool {
         self.locked_in.binary_search(&rank_index).is_ok()
     }
 
     /// The ranks inside an event, as indices.
-    pub fn waiters_of(&self, event: Event) -> &[usize] {
+    pub(crate) fn waiters_of(&self, event: Event) -> &[usize] {
         self.events.binary_search(&event).map_or(&[], |index| &self.waiters[index])
     }
 }

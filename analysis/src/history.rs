@@ -37,12 +37,12 @@ impl Token {
     }
 
     /// Whether an operation has this identity.
-    pub fn is(self, operation: &Operation) -> bool {
+    pub(crate) fn is(self, operation: &Operation) -> bool {
         self == Token::of(operation)
     }
 
     /// Whether it is a send or a receive.
-    pub fn is_p2p(self) -> bool {
+    pub(crate) fn is_p2p(self) -> bool {
         matches!(self.op, Op::Send | Op::Recv)
     }
 }

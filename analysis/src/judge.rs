@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use xpu_timer_proto::v1::{Evidence, Failure, FailureKind, TriggerKind};
 
-use arbitration::{Ruling, arbitrate};
+use arbitration::arbitrate;
 use outcome::{Outcome, hang_evidence, helpers_busy, not_a_hang, unexplained, waiting};
 
 use crate::{
@@ -17,7 +17,7 @@ use crate::{
     calibration::{self, FIRST_RUNS},
     case::{Behind, Case},
     causes::RULES,
-    finding::{Conclusion, EvidenceGap, HealthyReason, JobFact, Rule},
+    finding::{Conclusion, EvidenceGap, HealthyReason, JobFact, Rule, TableRule},
     graph::Suspect,
     report, stay, suspended,
     verdict::{Cause, Confidence, CulpritProcess, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
@@ -48,13 +48,13 @@ pub fn judge(evidence: &Evidence) -> Verdict {
 pub fn judge_encoded(evidence: &Evidence, operations: &[EncodedOperations]) -> Verdict {
     let (evidence, operations) = alias::resolved(evidence, operations);
     let mut case = Case::of(&evidence, operations);
-    let outcome = if all_launched_recently(&case) {
-        not_a_hang(HealthyReason::AllLaunchedRecently, Confidence::Medium)
-    } else {
+    let outcome = if REASONS_TO_JUDGE.iter().any(|reason| (reason.rule)(&case)) {
         if case.graph.events.is_empty() {
             case.graph.suspects = suspicion::suspects(&mut case);
         }
         conclude(&case)
+    } else {
+        not_a_hang(HealthyReason::AllLaunchedRecently, Confidence::Medium)
     };
     let mut verdict = write_verdict(&case, outcome);
     verdict.evidence.extend(stay::lines(&evidence, &verdict.culprits));
@@ -62,18 +62,55 @@ pub fn judge_encoded(evidence: &Evidence, operations: &[EncodedOperations]) -> V
     verdict
 }
 
-/// Every pending operation is younger than the time between the samples, so none was pending all
-/// that time.
-fn all_launched_recently(case: &Case<'_>) -> bool {
-    let evidence = case.evidence;
-    let limit =
-        [evidence.sample_interval_ns, evidence.hang_timeout_ns / 2].into_iter().filter(|limit| *limit > 0).min();
+/// Whether a rule applies to a case.
+type Condition = fn(&Case<'_>) -> bool;
+
+/// Why a job is judged although its pending operations may have been launched recently.
+const REASONS_TO_JUDGE: &[TableRule<Condition>] = &[
+    TableRule {
+        name: "other_trigger",
+        reason: "A death, a silent job or a stuck watcher is no question of how old the pending operations are.",
+        scenario: "devices::without_events_the_launches_of_a_known_kernel_show_who_is_behind",
+        rule: |case| !matches!(case.trigger_kind(), TriggerKind::Manual | TriggerKind::Operation),
+    },
+    TableRule {
+        name: "nothing_pending",
+        reason: "Where no operation is pending, none is young, and the stacks show what the ranks wait for.",
+        scenario: "devices::a_dump_on_demand_of_a_job_without_a_pending_operation_is_not_a_hang",
+        rule: |case| case.graph.events.is_empty(),
+    },
+    TableRule {
+        name: "old_operation",
+        reason: "An operation that is older than the time between the samples was pending all that time.",
+        scenario: "devices::a_dump_on_demand_of_a_young_hang_is_a_hang",
+        rule: has_old_operation,
+    },
+    TableRule {
+        name: "halted",
+        reason: "A rank that cannot run does not complete an operation, however young that is.",
+        scenario: "devices::a_rank_that_cannot_run_or_is_unknown_counts_although_the_operations_are_young",
+        rule: |case| case.world.views.iter().any(|view| view.halted()),
+    },
+    TableRule {
+        name: "unseen",
+        reason: "An operation of a rank without data may be old.",
+        scenario: "devices::a_rank_that_cannot_run_or_is_unknown_counts_although_the_operations_are_young",
+        rule: |case| case.world.views.iter().any(|view| view.unseen()),
+    },
+    TableRule {
+        name: "polls",
+        reason: "If a rank polls for the end of a collective, its newest poll does not show the age of the collective.",
+        scenario: "devices::a_polling_rank_counts_as_waiting",
+        rule: |case| case.world.views.iter().any(polls_collective),
+    },
+];
+
+/// Whether an operation may have been pending since the first sample.
+fn has_old_operation(case: &Case<'_>) -> bool {
+    let limits = [case.evidence.sample_interval_ns, case.evidence.hang_timeout_ns / 2];
+    let limit = limits.into_iter().filter(|limit| *limit > 0).min();
     let oldest = case.world.views.iter().map(|view| view.oldest_pending_ns()).max().unwrap_or(0);
-    let kind = evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
-    matches!(kind, TriggerKind::Manual | TriggerKind::Operation)
-        && !case.graph.events.is_empty()
-        && limit.is_some_and(|limit| oldest < limit)
-        && !case.world.views.iter().any(|view| view.halted() || view.unseen() || polls_collective(view))
+    limit.is_none_or(|limit| oldest >= limit)
 }
 
 /// Whether a rank polls for the end of a collective. Then its newest poll does not show the age of
@@ -88,7 +125,7 @@ fn conclude(case: &Case<'_>) -> Outcome {
     let arbitrated = arbitrate(case);
     let Some(first) = arbitrated.findings.first() else { return unexplained(case) };
     let (cause, confidence) = (first.cause(), arbitrated.confidence());
-    let alike = all_stuck_alike(case, &arbitrated.findings);
+    let alike = arbitrated.all_stuck_alike();
     let weight = |suspect: &Suspect| case.main_event(suspect).map_or(0, |event| case.graph.waiters_of(event).len());
     let main = arbitrated
         .primary()
@@ -102,20 +139,6 @@ fn conclude(case: &Case<'_>) -> Outcome {
     }
     let conclusion = Conclusion::Explained { findings, primary };
     Outcome { cause, culprits: arbitrated.culprits, confidence, conclusion, main: main.cloned() }
-}
-
-/// No rank waits for another, and all ranks of the job are stuck in the same way: they wait for
-/// something outside the job.
-fn all_stuck_alike(case: &Case<'_>, findings: &[Ruling<'_>]) -> bool {
-    let is_outside = |ruling: &Ruling<'_>| {
-        matches!(ruling.cause(), Cause::DataLoader | Cause::StorageIo | Cause::DState | Cause::HostLock)
-    };
-    let all = case.world.views.len();
-    all > 1
-        && case.graph.events.is_empty()
-        && findings.len() == all
-        && case.stack_waiters.len() == all
-        && findings.iter().all(|ruling| ruling.rule == findings[0].rule && is_outside(ruling))
 }
 
 /// Writes an outcome as a verdict.
@@ -275,9 +298,20 @@ fn is_watcher_stuck(view: &RankView<'_>) -> bool {
 
 /// A manual dump came before the hang timeout, so pending operations may still complete.
 fn younger_than_timeout(case: &Case<'_>) -> Option<JobFact> {
-    let manual = case.evidence.trigger.as_ref().is_some_and(|trigger| trigger.kind() == TriggerKind::Manual);
+    let manual = case.trigger_kind() == TriggerKind::Manual;
     let oldest_ns = case.world.views.iter().map(|view| view.oldest_pending_ns()).max().unwrap_or(0);
     let timeout_ns = case.evidence.hang_timeout_ns;
     let younger = manual && oldest_ns > 0 && oldest_ns < timeout_ns;
     younger.then_some(JobFact::YoungerThanTimeout { oldest_ns, timeout_ns })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scenarios::assert_table;
+
+    #[test]
+    fn every_rule_has_a_name_of_its_own_a_reason_and_a_scenario() {
+        assert_table(REASONS_TO_JUDGE.iter().map(TableRule::texts));
+    }
 }

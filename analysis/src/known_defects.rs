@@ -353,12 +353,12 @@ pub(crate) const DEFECTS: &[Defect] = &[
 
 impl Defect {
     /// Whether the stacks alone distinguish the defect from other hangs.
-    pub fn is_specific(&self) -> bool {
+    pub(crate) fn is_specific(&self) -> bool {
         !self.threads.is_empty()
     }
 
     /// Whether a version is affected.
-    pub fn affects(&self, version: &str) -> bool {
+    pub(crate) fn affects(&self, version: &str) -> bool {
         let version = numbers(version);
         self.affected
             .iter()
@@ -366,7 +366,7 @@ impl Defect {
     }
 
     /// The remark on a verdict. `version` is the affected version that is loaded, if known.
-    pub fn sentence(&self, version: Option<&str>) -> String {
+    pub(crate) fn sentence(&self, version: Option<&str>) -> String {
         let Defect { library, text, fix, .. } = self;
         let versions = self.versions();
         match version {
@@ -380,7 +380,7 @@ impl Defect {
     }
 
     /// The affected versions: `2.16.5 to before 2.19.1`.
-    pub fn versions(&self) -> String {
+    pub(crate) fn versions(&self) -> String {
         let range = |(from, before): &(&str, &str)| match (*from, *before) {
             ("", "") => "every version".to_owned(),
             ("", before) => format!("before {before}"),

@@ -3,6 +3,7 @@
 //! The same input gives the same output, byte for byte. The crate does no I/O, reads no clock and
 //! starts no threads.
 #![forbid(unsafe_code)]
+#![warn(unreachable_pub)]
 
 mod alias;
 pub mod calibration;

@@ -72,18 +72,18 @@ pub(crate) struct Comm<'a> {
 
 impl Comm<'_> {
     /// Whether an operation is pending on it.
-    pub fn busy(&self) -> bool {
+    pub(crate) fn busy(&self) -> bool {
         self.members.iter().any(|member| member.waiting_seq.is_some() || member.initializing)
     }
 
     /// The index of the member with this rank in the communicator.
-    pub fn rank_index_of(&self, comm_rank: i32) -> Option<usize> {
+    pub(crate) fn rank_index_of(&self, comm_rank: i32) -> Option<usize> {
         let index = self.by_comm_rank.binary_search_by_key(&comm_rank, |(comm_rank, _)| *comm_rank).ok()?;
         Some(self.by_comm_rank[index].1)
     }
 
     /// The member with this rank index.
-    pub fn member(&self, rank_index: usize) -> Option<&Member<'_>> {
+    pub(crate) fn member(&self, rank_index: usize) -> Option<&Member<'_>> {
         self.members
             .binary_search_by_key(&rank_index, |member| member.rank_index)
             .ok()

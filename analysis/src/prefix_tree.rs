@@ -155,8 +155,8 @@ fn each_node(tree: &[u8], mut visit: impl FnMut(&TreeNode) -> Result<(), TreeErr
 
 /// Whether a node of a message is valid, given its index and the number of names.
 fn check(index: usize, node: &TreeNode, names: usize) -> Result<(), TreeError> {
-    if node.word as usize >= names {
-        return Err(TreeError::UnknownName { node: index, name: node.word });
+    if node.name as usize >= names {
+        return Err(TreeError::UnknownName { node: index, name: node.name });
     }
     if let Some(parent) = node.parent.filter(|&parent| parent as usize >= index) {
         return Err(TreeError::ParentAfterChild { node: index, parent });
@@ -275,9 +275,9 @@ impl PrefixTree {
     /// Adds all stacks of a tree message. An invalid message adds nothing.
     pub fn merge_message(&mut self, tree: &StackTree) -> Result<(), TreeError> {
         for (index, node) in tree.nodes.iter().enumerate() {
-            check(index, node, tree.words.len())?;
+            check(index, node, tree.names.len())?;
         }
-        let names: Vec<NameId> = tree.words.iter().map(|text| self.names.intern(&printable::line(text))).collect();
+        let names: Vec<NameId> = tree.names.iter().map(|text| self.names.intern(&printable::line(text))).collect();
         let mut ids: Vec<NodeId> = Vec::with_capacity(tree.nodes.len());
         for node in &tree.nodes {
             self.add_node(node, &names, &mut ids);
@@ -291,7 +291,7 @@ impl PrefixTree {
     pub fn merge_encoded(&mut self, tree: &[u8], allowed: &RankSet) -> Result<(), TreeError> {
         let mut names: Vec<Cow<'_, str>> = Vec::new();
         lenient::each_part(tree, |number, part| {
-            if number == StackTree::WORDS_FIELD {
+            if number == StackTree::NAMES_FIELD {
                 names.push(String::from_utf8_lossy(part));
             }
             Ok::<(), TreeError>(())
@@ -318,7 +318,7 @@ impl PrefixTree {
     /// Adds a node of a message that was checked.
     fn add_node(&mut self, node: &TreeNode, names: &[NameId], ids: &mut Vec<NodeId>) {
         let parent = node.parent.map(|parent| ids[parent as usize]);
-        let id = self.child_or_new(parent, names[node.word as usize]);
+        let id = self.child_or_new(parent, names[node.name as usize]);
         let mine = &mut self.nodes[id.index()];
         for run in &node.ranks {
             mine.ranks.insert_run(run.first, run.last);
@@ -336,13 +336,13 @@ impl PrefixTree {
         for id in self.order().depth_first() {
             let node = self.node(id);
             let name = *names.entry(node.name).or_insert_with(|| {
-                message.words.push(self.names.text(node.name).to_owned());
-                (message.words.len() - 1) as u32
+                message.names.push(self.names.text(node.name).to_owned());
+                (message.names.len() - 1) as u32
             });
             places[id.index()] = message.nodes.len() as u32;
             message.nodes.push(TreeNode {
                 parent: node.parent.map(|parent| places[parent.index()]),
-                word: name,
+                name,
                 ranks: node.ranks.to_message(),
                 end: node.end,
             });
@@ -482,7 +482,7 @@ mod tests {
             assert_eq!(tree.merge_message(&bad), Err(error));
             assert_eq!(tree.merge_encoded(&bad.encode_to_vec(), &allowed), Err(error));
         };
-        refused(&|bad| bad.nodes[1].word = 9, TreeError::UnknownName { node: 1, name: 9 });
+        refused(&|bad| bad.nodes[1].name = 9, TreeError::UnknownName { node: 1, name: 9 });
         refused(&|bad| bad.nodes[0].parent = Some(0), TreeError::ParentAfterChild { node: 0, parent: 0 });
         refused(&|bad| bad.nodes[1].ranks[0] = RankRun { first: 2, last: 1 }, TreeError::BackwardRun { node: 1 });
         let bytes = good.encode_to_vec();

@@ -46,7 +46,7 @@ pub fn stay(samples: &StackSamples) -> Option<HostStay> {
         (kept, first_ns) = (common, slice.first_ns);
     }
     entered_ns[..kept].fill(first_ns);
-    let is_whole = kept == now.len();
+    let is_complete = kept == now.len();
     let outermost = kept.min(now.len().checked_sub(1)?);
     let for_ns = |depth: usize| last.last_ns.saturating_sub(entered_ns[depth]);
     let least_ns = for_ns(outermost) / 100 * SHARE;
@@ -55,7 +55,7 @@ pub fn stay(samples: &StackSamples) -> Option<HostStay> {
     let depth = deepest_first.find(|depth| !is_library(now[*depth].1)).unwrap_or(outermost);
     let frame = frames(last).nth(depth)?;
     let place = samples.frames[*frame as usize].file_name.clone();
-    Some(HostStay { function: now[depth].0.to_string(), place, for_ns: for_ns(depth), at_least: is_whole })
+    Some(HostStay { function: now[depth].0.to_string(), place, for_ns: for_ns(depth), at_least: is_complete })
 }
 
 /// Whether a file belongs to the interpreter or to an installed package.

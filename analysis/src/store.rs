@@ -42,7 +42,7 @@ pub(crate) fn key_wait<'a>(view: &RankView<'a>) -> Option<&'a Operation> {
 
 impl<'a> Case<'a> {
     /// All waits for keys, by their keys.
-    pub fn key_waits(&self) -> Vec<KeyWait<'a>> {
+    pub(crate) fn key_waits(&self) -> Vec<KeyWait<'a>> {
         let mut waits: BTreeMap<&[String], KeyWait<'a>> = BTreeMap::new();
         for (rank_index, view) in self.world.views.iter().enumerate() {
             if let Some(operation) = key_wait(view) {
@@ -55,7 +55,7 @@ impl<'a> Case<'a> {
 
     /// The keys that these ranks wait for, without those that name a rank that waits itself: it has
     /// set its own key before. All keys if nothing else remains.
-    pub fn missing_keys(&self, of: &[usize]) -> Vec<MissingKey> {
+    pub(crate) fn missing_keys(&self, of: &[usize]) -> Vec<MissingKey> {
         let mut waits = self.key_waits();
         let waiters: BTreeSet<usize> = waits.iter().flat_map(|wait| wait.waiters.iter().copied()).collect();
         waits.retain(|wait| wait.waiters.iter().any(|waiter| of.contains(waiter)));
@@ -74,14 +74,14 @@ impl<'a> Case<'a> {
     }
 
     /// The ranks that have to set the keys for which these ranks wait, if all keys name a rank.
-    pub fn key_owners(&self, of: &[usize]) -> Vec<usize> {
+    pub(crate) fn key_owners(&self, of: &[usize]) -> Vec<usize> {
         let owners: Option<BTreeSet<usize>> = self.missing_keys(of).iter().map(|missing| missing.owner).collect();
         owners.unwrap_or_default().into_iter().collect()
     }
 
     /// The few ranks that wait for a key that differs from the key of most ranks in one number,
     /// such as the count of a barrier.
-    pub fn other_number(&self) -> Option<OtherNumber> {
+    pub(crate) fn other_number(&self) -> Option<OtherNumber> {
         let waits = self.key_waits();
         let all: usize = waits.iter().map(|wait| wait.waiters.len()).sum();
         let (most, others): (Vec<&KeyWait>, Vec<&KeyWait>) =
@@ -102,7 +102,7 @@ impl<'a> Case<'a> {
 
     /// Whether a rank waits in the store for something other than the creation of a communicator:
     /// it has communicators, and no Python frame creates one.
-    pub fn uses_store(&self, rank_index: usize) -> bool {
+    pub(crate) fn uses_store(&self, rank_index: usize) -> bool {
         let view = self.view(rank_index);
         self.does(rank_index, Activity::CommInit)
             && view.host.observed.witness.contains("Store::")

@@ -15,7 +15,7 @@ use xpu_timer_proto::{
 use crate::{EncodedOperations, Verdict, judge, judge_encoded};
 
 /// Nanoseconds of a second.
-pub const SECOND: u64 = 1_000_000_000;
+pub(crate) const SECOND: u64 = 1_000_000_000;
 /// When the flight records were read.
 const NOW: u64 = 1_000 * SECOND;
 /// When the hang began. All pending operations were launched then.
@@ -23,7 +23,7 @@ const HANG: u64 = NOW - 60 * SECOND;
 
 /// A stack of the main thread, and what moves between the samples.
 #[derive(Debug, Clone)]
-pub struct Stack {
+pub(crate) struct Stack {
     python: Vec<(&'static str, String)>,
     first_python: Option<Vec<(&'static str, String)>>,
     native: Vec<&'static str>,
@@ -38,7 +38,7 @@ pub struct Stack {
 }
 
 impl Stack {
-    pub fn new(python: &[(&'static str, &str)], native: &[&'static str]) -> Self {
+    pub(crate) fn new(python: &[(&'static str, &str)], native: &[&'static str]) -> Self {
         Stack {
             python: python.iter().map(|(function, file)| (*function, (*file).to_owned())).collect(),
             first_python: None,
@@ -53,7 +53,7 @@ impl Stack {
         }
     }
     /// Waits for the device, as the victims of a hang do.
-    pub fn device_wait() -> Self {
+    pub(crate) fn device_wait() -> Self {
         Self::new(
             &[
                 ("synchronize", "/job/cuda.py:188"),
@@ -72,7 +72,7 @@ impl Stack {
         .with(|stack| (stack.cpu_ns, stack.switches) = (4 * SECOND, 100))
     }
     /// Waits for its loader's queue.
-    pub fn loader() -> Self {
+    pub(crate) fn loader() -> Self {
         Self::new(
             &[
                 ("wait", "/usr/lib/python3.11/threading.py:320"),
@@ -90,7 +90,7 @@ impl Stack {
         )
     }
     /// Inside a write of a checkpoint.
-    pub fn checkpoint() -> Self {
+    pub(crate) fn checkpoint() -> Self {
         Self::new(
             &[("save_checkpoint", "/job/train.py:77"), ("main", "/job/train.py:131")],
             &["__GI___libc_write", "_Py_write", "_PyEval_EvalFrameDefault"],
@@ -98,55 +98,55 @@ impl Stack {
         .with(|stack| stack.syscall = Some(1))
     }
     /// Sleeps in the user's own code.
-    pub fn sleep() -> Self {
+    pub(crate) fn sleep() -> Self {
         Self::new(
             &[("evaluate", "/job/train.py:99"), ("main", "/job/train.py:133")],
             &["clock_nanosleep", "time_sleep"],
         )
     }
     /// Waits for a signal in the user's own code, and for nothing else.
-    pub fn pause() -> Self {
+    pub(crate) fn pause() -> Self {
         Self::new(&[("wait_for_operator", "/job/train.py:101"), ("main", "/job/train.py:133")], &["pause"])
     }
     /// Waits for a lock of the process.
-    pub fn lock() -> Self {
+    pub(crate) fn lock() -> Self {
         Self::new(
             &[("update", "/job/train.py:55"), ("main", "/job/train.py:133")],
             &["__futex_abstimed_wait_common64", "pthread_mutex_lock", "PyThread_acquire_lock_timed"],
         )
     }
     /// Inside the creation of a communicator.
-    pub fn init() -> Self {
+    pub(crate) fn init() -> Self {
         Self::new(
             &[("create", "/job/cuda.py:300"), ("main", "/job/train.py:120")],
             &["poll", "bootstrapInit", "ncclCommInitRank"],
         )
     }
-    pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+    pub(crate) fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
         self
     }
     /// Bytes that the main thread reads and writes between the samples.
-    pub fn moving_bytes(self, bytes: u64) -> Self {
+    pub(crate) fn moving_bytes(self, bytes: u64) -> Self {
         self.bytes_beside(bytes).with(|stack| stack.switches += 10)
     }
     /// Bytes that other threads read and write between the samples.
-    pub fn bytes_beside(self, bytes: u64) -> Self {
+    pub(crate) fn bytes_beside(self, bytes: u64) -> Self {
         self.with(|stack| stack.io_bytes = bytes)
     }
     /// Bytes that it receives over TCP between the samples.
-    pub fn receives(self, bytes: u64) -> Self {
+    pub(crate) fn receives(self, bytes: u64) -> Self {
         self.with(|stack| stack.tcp_bytes = bytes)
     }
     /// Processor time between the samples, which are five seconds apart.
-    pub fn busy(self, cpu_ns: u64) -> Self {
+    pub(crate) fn busy(self, cpu_ns: u64) -> Self {
         self.with(|stack| (stack.cpu_ns, stack.state) = (cpu_ns, "R (running)"))
     }
     /// Another frame of the user's own code in the first sample.
-    pub fn was_at(self, function: &'static str, file: &str) -> Self {
+    pub(crate) fn was_at(self, function: &'static str, file: &str) -> Self {
         self.with(|stack| stack.first_python = Some(vec![(function, file.to_owned())]))
     }
-    pub fn state(self, state: &'static str, wchan: &'static str) -> Self {
+    pub(crate) fn state(self, state: &'static str, wchan: &'static str) -> Self {
         self.with(|stack| (stack.state, stack.wchan) = (state, wchan))
     }
 
@@ -174,7 +174,7 @@ impl Stack {
     }
 }
 
-pub fn native_thread(
+pub(crate) fn native_thread(
     tid: u32,
     frames: &[&str],
     state: &str,
@@ -201,7 +201,7 @@ pub fn native_thread(
     }
 }
 
-pub fn python_thread(tid: u32, name: &str, frames: &[(&'static str, String)]) -> PySpyStacktrace {
+pub(crate) fn python_thread(tid: u32, name: &str, frames: &[(&'static str, String)]) -> PySpyStacktrace {
     PySpyStacktrace {
         pid: tid,
         thread_name: name.to_owned(),
@@ -220,13 +220,13 @@ pub fn python_thread(tid: u32, name: &str, frames: &[(&'static str, String)]) ->
 
 /// A job and all its evidence.
 #[derive(Debug, Clone)]
-pub struct Job {
+pub(crate) struct Job {
     pub evidence: Evidence,
 }
 
 impl Job {
     /// A job whose ranks are all present and wait for their devices.
-    pub fn new(world: u32) -> Self {
+    pub(crate) fn new(world: u32) -> Self {
         let ranks = (0..world).map(|rank| {
             let info = RankInfo { rank: rank as i32, world_size: world, node: "node-0".into(), ..Default::default() };
             RankEvidence {
@@ -261,7 +261,7 @@ impl Job {
     }
 
     /// A job whose ranks share one communicator, 0x77, and have completed `done` all_reduces on it.
-    pub fn with_world(world: u32, done: u64) -> Self {
+    pub(crate) fn with_world(world: u32, done: u64) -> Self {
         let mut job = Self::new(world);
         job.comm(0x77, &(0..world).collect::<Vec<_>>());
         for rank in 0..world {
@@ -270,16 +270,16 @@ impl Job {
         job
     }
 
-    pub fn rank(&mut self, rank: u32) -> &mut RankEvidence {
+    pub(crate) fn rank(&mut self, rank: u32) -> &mut RankEvidence {
         self.evidence.ranks.iter_mut().find(|entry| entry.rank == rank).expect("the rank is in the job")
     }
 
-    pub fn flight(&mut self, rank: u32) -> &mut FlightRecord {
+    pub(crate) fn flight(&mut self, rank: u32) -> &mut FlightRecord {
         self.rank(rank).flight.as_mut().expect("the rank has a flight record")
     }
 
     /// A communicator of these ranks, in their order.
-    pub fn comm(&mut self, id: u64, ranks: &[u32]) {
+    pub(crate) fn comm(&mut self, id: u64, ranks: &[u32]) {
         for (index, rank) in ranks.iter().enumerate() {
             self.flight(*rank).communicators.push(Communicator {
                 id,
@@ -297,7 +297,7 @@ impl Job {
     }
 
     /// An operation with a common value in every field.
-    pub fn operation(id: u64, seq: u64, op: Op) -> Operation {
+    pub(crate) fn operation(id: u64, seq: u64, op: Op) -> Operation {
         Operation {
             kind: OpKind::Collective.into(),
             op: op.into(),
@@ -313,21 +313,21 @@ impl Job {
         }
     }
 
-    pub fn push(&mut self, rank: u32, mut operation: Operation) {
+    pub(crate) fn push(&mut self, rank: u32, mut operation: Operation) {
         let operations = &mut self.flight(rank).operations;
         operation.ticket = operations.last().map_or(0, |last| last.ticket + 1);
         operations.push(operation);
     }
 
     /// The rank completes `count` all_reduces.
-    pub fn done(&mut self, id: u64, rank: u32, count: u64) {
+    pub(crate) fn done(&mut self, id: u64, rank: u32, count: u64) {
         for _ in 0..count {
             self.complete(id, rank, |operation| operation.device_ns = 50_000);
         }
     }
 
     /// The rank completes one collective, modified by `change`.
-    pub fn complete(&mut self, id: u64, rank: u32, change: impl FnOnce(&mut Operation)) {
+    pub(crate) fn complete(&mut self, id: u64, rank: u32, change: impl FnOnce(&mut Operation)) {
         let counters = self.counters(id, rank);
         counters.launched += 1;
         counters.started += 1;
@@ -346,11 +346,11 @@ impl Job {
     }
 
     /// The rank enters its next collective, its device begins it, and it does not complete.
-    pub fn enter(&mut self, id: u64, rank: u32, op: Op) {
+    pub(crate) fn enter(&mut self, id: u64, rank: u32, op: Op) {
         self.enter_with(id, rank, op, |_| ());
     }
 
-    pub fn enter_with(&mut self, id: u64, rank: u32, op: Op, change: impl FnOnce(&mut Operation)) {
+    pub(crate) fn enter_with(&mut self, id: u64, rank: u32, op: Op, change: impl FnOnce(&mut Operation)) {
         let counters = self.counters(id, rank);
         counters.launched += 1;
         counters.started += 1;
@@ -361,7 +361,7 @@ impl Job {
     }
 
     /// The rank launches its next collective, and its device does not start it.
-    pub fn queue(&mut self, id: u64, rank: u32, op: Op) {
+    pub(crate) fn queue(&mut self, id: u64, rank: u32, op: Op) {
         let counters = self.counters(id, rank);
         counters.launched += 1;
         let seq = counters.launched;
@@ -369,12 +369,12 @@ impl Job {
     }
 
     /// A send or receive that has started.
-    pub fn transfer(&mut self, id: u64, rank: u32, op: Op, peer: i32) {
+    pub(crate) fn transfer(&mut self, id: u64, rank: u32, op: Op, peer: i32) {
         self.push(rank, Operation { peer, started_ns: HANG + 2000, ..Self::operation(id, 1, op) });
     }
 
     /// A kernel that has started.
-    pub fn kernel(&mut self, rank: u32, name: &str) {
+    pub(crate) fn kernel(&mut self, rank: u32, name: &str) {
         self.push(
             rank,
             Operation {
@@ -388,7 +388,7 @@ impl Job {
     }
 
     /// A copy that waits in its stream.
-    pub fn queued_copy(&mut self, rank: u32) {
+    pub(crate) fn queued_copy(&mut self, rank: u32) {
         self.push(
             rank,
             Operation {
@@ -402,13 +402,13 @@ impl Job {
     }
 
     /// The rank has launched a kernel this often on its only stream.
-    pub fn launches(&mut self, rank: u32, name: &str, launches: u64) {
+    pub(crate) fn launches(&mut self, rank: u32, name: &str, launches: u64) {
         let communicates = xpu_timer_proto::kernels::communicates(name);
         let stream = 0x7f10 + u64::from(rank);
         self.flight(rank).kernels.push(KernelLaunches { stream, name: name.into(), launches, communicates });
     }
 
-    pub fn last_kernel(&mut self, rank: u32, name: &str) {
+    pub(crate) fn last_kernel(&mut self, rank: u32, name: &str) {
         self.flight(rank).streams.push(Stream {
             handle: 0x10,
             launches: 9,
@@ -418,7 +418,7 @@ impl Job {
     }
 
     /// The rank is inside the creation of a communicator.
-    pub fn creates(&mut self, id: u64, size: u32, rank: u32, comm_rank: i32) {
+    pub(crate) fn creates(&mut self, id: u64, size: u32, rank: u32, comm_rank: i32) {
         self.flight(rank).communicators.push(Communicator {
             id,
             size,
@@ -432,7 +432,7 @@ impl Job {
     }
 
     /// The rank waits for keys in the store, outside the creation of a communicator.
-    pub fn awaits_keys(&mut self, rank: u32, keys: &[&str]) {
+    pub(crate) fn awaits_keys(&mut self, rank: u32, keys: &[&str]) {
         let operation = Operation {
             kind: OpKind::HostCall.into(),
             returned_ns: 0,
@@ -447,14 +447,14 @@ impl Job {
     }
 
     /// Both samples of the rank show this stack.
-    pub fn set_stack(&mut self, rank: u32, stack: Stack) {
+    pub(crate) fn set_stack(&mut self, rank: u32, stack: Stack) {
         let entry = self.rank(rank);
         entry.dump = Some(dump(rank, stack).into());
     }
 
     /// A process that is not a rank, with this stack in both samples. The pid is 1000 and this
     /// number.
-    pub fn process(&mut self, number: u32, command: &str, stack: Stack) -> &mut Stacktrace {
+    pub(crate) fn process(&mut self, number: u32, command: &str, stack: Stack) -> &mut Stacktrace {
         let dump = Stacktrace { command: command.into(), rank: -1, ..dump(number, stack) };
         let node = self.rank(0).node.clone();
         self.evidence.processes.push(ProcessEvidence { node, dump: Some(dump), ..Default::default() });
@@ -462,7 +462,7 @@ impl Job {
     }
 
     /// Another thread in both samples.
-    pub fn thread(&mut self, rank: u32, native: PstackStacktrace, python: Option<PySpyStacktrace>) {
+    pub(crate) fn thread(&mut self, rank: u32, native: PstackStacktrace, python: Option<PySpyStacktrace>) {
         let dump = self.rank(rank).dump.as_mut().expect("the rank has a dump");
         let first = dump.first_sample.as_mut().expect("two samples");
         first.stacktrace.push(native.clone());
@@ -471,7 +471,7 @@ impl Job {
         dump.py_stacktrace.extend(python);
     }
 
-    pub fn child(&mut self, rank: u32, command: &str, state: &str) {
+    pub(crate) fn child(&mut self, rank: u32, command: &str, state: &str) {
         let sample = ProcessSample { process_state: state.into(), ..Default::default() };
         let children = &mut self.rank(rank).dump.as_mut().expect("the rank has a dump").children;
         children.push(ChildProcess {
@@ -482,7 +482,7 @@ impl Job {
         });
     }
 
-    pub fn dies(&mut self, rank: u32, exit: &str) {
+    pub(crate) fn dies(&mut self, rank: u32, exit: &str) {
         let entry = self.rank(rank);
         entry.presence = Presence::Dead.into();
         entry.exit = exit.into();
@@ -491,31 +491,31 @@ impl Job {
     }
 
     /// The rank's dump could not be taken.
-    pub fn no_dump(&mut self, rank: u32) {
+    pub(crate) fn no_dump(&mut self, rank: u32) {
         let entry = self.rank(rank);
         entry.dump = None;
         entry.errors.push("permission denied".into());
     }
 
     /// Nothing is known about the rank.
-    pub fn lost(&mut self, rank: u32) {
+    pub(crate) fn lost(&mut self, rank: u32) {
         self.evidence.ranks.retain(|entry| entry.rank != rank);
     }
 
-    pub fn trigger(&mut self, kind: TriggerKind) {
+    pub(crate) fn trigger(&mut self, kind: TriggerKind) {
         self.evidence.trigger.as_mut().expect("a trigger").kind = kind.into();
     }
 
     /// The verdict. Asserts that it is the same for condensed evidence, also if its operations are
     /// encoded, and that the hang is none of the known defects, whatever the versions.
-    pub fn judge(&self) -> Verdict {
+    pub(crate) fn judge(&self) -> Verdict {
         let verdict = self.judge_with_defects();
         assert_eq!(verdict.known_defects, []);
         verdict
     }
 
     /// Like [`Job::judge`], for a hang that may be a known defect.
-    pub fn judge_with_defects(&self) -> Verdict {
+    pub(crate) fn judge_with_defects(&self) -> Verdict {
         let verdict = judge(&self.evidence);
         let ranks = self.evidence.ranks.iter().map(|rank| crate::condense(rank, usize::MAX)).collect();
         let processes = self.evidence.processes.iter().map(crate::condense_process).collect();
@@ -530,7 +530,7 @@ impl Job {
 
     /// The same job with new rank numbers: rank `r` becomes `order[r]`. Ranks within communicators
     /// stay.
-    pub fn renumbered(&self, order: &[u32]) -> Job {
+    pub(crate) fn renumbered(&self, order: &[u32]) -> Job {
         let mut job = self.clone();
         let new: BTreeMap<u32, u32> = order.iter().enumerate().map(|(old, new)| (old as u32, *new)).collect();
         for entry in &mut job.evidence.ranks {

@@ -150,18 +150,18 @@ pub fn operation_name(op: Op) -> &'static str {
 pub struct Algorithm {
     // Index into `ALGORITHMS`.
     first: u8,
-    // Indexes into `MORE_WORDS` plus one; 0 for none.
+    // Indexes into `MODIFIERS` plus one; 0 for none.
     more: [u8; 3],
 }
 
 const ALGORITHMS: [&str; 5] = ["RING", "TREE", "COLLNET", "NVLS", "PAT"];
-const MORE_WORDS: [&str; 6] = ["TREE", "DIRECT", "CHAIN", "LL", "LL128", "SIMPLE"];
+const MODIFIERS: [&str; 6] = ["TREE", "DIRECT", "CHAIN", "LL", "LL128", "SIMPLE"];
 
 impl Algorithm {
     /// `RING_LL`.
     #[must_use]
     pub fn name(self) -> String {
-        let more = self.more.iter().filter_map(|word| MORE_WORDS.get(usize::from(*word).checked_sub(1)?));
+        let more = self.more.iter().filter_map(|word| MODIFIERS.get(usize::from(*word).checked_sub(1)?));
         std::iter::once(&ALGORITHMS[usize::from(self.first)]).chain(more).copied().collect::<Vec<_>>().join("_")
     }
 }
@@ -176,7 +176,7 @@ pub fn algorithm(kernel: &str, op: Op) -> Option<Algorithm> {
     let first = words.find_map(|word| place(&ALGORITHMS, word))?;
     let mut more = [0; 3];
     for (slot, word) in more.iter_mut().zip(words) {
-        let Some(place) = place(&MORE_WORDS, word) else { break };
+        let Some(place) = place(&MODIFIERS, word) else { break };
         *slot = place + 1;
     }
     Some(Algorithm { first, more })

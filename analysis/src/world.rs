@@ -174,28 +174,28 @@ impl<'a> RankView<'a> {
     }
 
     /// Its process is gone.
-    pub fn dead(&self) -> bool {
+    pub(crate) fn dead(&self) -> bool {
         matches!(self.presence, Presence::Dead | Presence::Left) || self.host.gone()
     }
 
     /// Nothing at all is known about it.
-    pub fn unseen(&self) -> bool {
+    pub(crate) fn unseen(&self) -> bool {
         matches!(self.presence, Presence::Missing | Presence::Unspecified)
     }
 
     /// How its process ended.
-    pub fn exit(&self) -> Exit<'a> {
+    pub(crate) fn exit(&self) -> Exit<'a> {
         Exit::of(self.evidence.map_or("", |evidence| evidence.exit.as_str()))
     }
 
     /// Exceptions and signals of its process.
-    pub fn failures(&self) -> &'a [Failure] {
+    pub(crate) fn failures(&self) -> &'a [Failure] {
         self.evidence.map_or(&[], |evidence| &evidence.failures)
     }
 
     /// Why its process ended, if that failed: the fatal signal, else the exception that was raised
     /// last, else its last words.
-    pub fn reason(&self) -> Option<&'a Failure> {
+    pub(crate) fn reason(&self) -> Option<&'a Failure> {
         let is = |kind: FailureKind| {
             self.failures().iter().find(|failure| failure.kind() == kind && !failure.ignored && !is_of_thread(failure))
         };
@@ -209,17 +209,17 @@ impl<'a> RankView<'a> {
     }
 
     /// Its process cannot run, whatever its stacks show.
-    pub fn halted(&self) -> bool {
+    pub(crate) fn halted(&self) -> bool {
         self.dead() || self.host.halted()
     }
 
     /// Its main thread uses a CPU in the host code of NCCL.
-    pub fn busy_in_nccl(&self) -> bool {
+    pub(crate) fn busy_in_nccl(&self) -> bool {
         self.host.observed.activity == Activity::Running && stacks::is_busy_in_nccl(&self.host.observed.witness)
     }
 
     /// Operations that have neither completed nor failed, oldest first.
-    pub fn pending(&self) -> impl Iterator<Item = &'a Operation> + use<'a> {
+    pub(crate) fn pending(&self) -> impl Iterator<Item = &'a Operation> + use<'a> {
         self.listed().iter().filter(|operation| operation.status() == OpStatus::Pending)
     }
 
@@ -230,12 +230,12 @@ impl<'a> RankView<'a> {
 
     /// All recorded operations, oldest first. A search through all ranks of a job uses
     /// [`RankView::any_operation`] or [`RankView::newest_operation`].
-    pub fn operations(&self) -> impl Iterator<Item = &'a Operation> + use<'a> {
+    pub(crate) fn operations(&self) -> impl Iterator<Item = &'a Operation> + use<'a> {
         self.encoded.map_or(self.listed(), |encoded| encoded.decoded()).iter()
     }
 
     /// Whether a condition holds for any recorded operation. Encoded operations stay encoded.
-    pub fn any_operation(&self, mut is: impl FnMut(&Operation) -> bool) -> bool {
+    pub(crate) fn any_operation(&self, mut is: impl FnMut(&Operation) -> bool) -> bool {
         match self.encoded {
             Some(encoded) => encoded.any(|operation| is(&operation)),
             None => self.listed().iter().any(is),
@@ -244,7 +244,7 @@ impl<'a> RankView<'a> {
 
     /// The newest operation for which a condition holds: the newest pending one, if there is one.
     /// Decodes the operations only if one of them is it.
-    pub fn newest_operation(&self, is: impl Fn(&Operation) -> bool) -> Option<&'a Operation> {
+    pub(crate) fn newest_operation(&self, is: impl Fn(&Operation) -> bool) -> Option<&'a Operation> {
         let newest = |all: &'a [Operation]| all.iter().rev().find(|operation| is(operation));
         match self.encoded {
             Some(encoded) => newest(self.listed())
@@ -254,18 +254,18 @@ impl<'a> RankView<'a> {
     }
 
     /// The name of its node, if known.
-    pub fn node(&self) -> Option<&'a str> {
+    pub(crate) fn node(&self) -> Option<&'a str> {
         let node = self.evidence.map(|evidence| evidence.node.as_str()).filter(|node| !node.is_empty());
         node.or_else(|| self.flight?.rank.as_ref().map(|info| info.node.as_str()).filter(|node| !node.is_empty()))
     }
 
     /// Its process id on its node: as the collector sees it, else as its record contains it.
-    pub fn pid(&self) -> Option<i32> {
+    pub(crate) fn pid(&self) -> Option<i32> {
         Some(self.host.pid).filter(|pid| *pid > 0).or_else(|| Some(self.flight?.rank.as_ref()?.pid))
     }
 
     /// The watcher has been silent for so long that the device state in the record is stale.
-    pub fn watcher_stale(&self) -> bool {
+    pub(crate) fn watcher_stale(&self) -> bool {
         const STALE_NS: u64 = 2_000_000_000;
         self.flight.is_some_and(|flight| {
             flight.health.as_ref().is_some_and(|health| {
@@ -275,19 +275,19 @@ impl<'a> RankView<'a> {
     }
 
     /// Its record reports losses.
-    pub fn lossy(&self) -> bool {
+    pub(crate) fn lossy(&self) -> bool {
         let health = self.flight.and_then(|flight| flight.health.as_ref());
         health.is_some_and(|health| health.dropped > 0 || health.overflows > 0)
     }
 
     /// Its record is complete since the beginning: nothing was lost, overwritten or left out.
-    pub fn has_full_history(&self) -> bool {
+    pub(crate) fn has_full_history(&self) -> bool {
         let last = self.operations().map(|operation| operation.ticket).max();
         !self.lossy() && last.is_none_or(|last| self.operations().count() as u64 == last.saturating_add(1))
     }
 
     /// It has used a device, by its record.
-    pub fn has_device(&self) -> bool {
+    pub(crate) fn has_device(&self) -> bool {
         self.flight.is_some_and(|flight| !flight.streams.is_empty())
             || self.pending().any(|operation| operation.stream != 0)
             || self.any_operation(|operation| operation.stream != 0)
@@ -295,7 +295,7 @@ impl<'a> RankView<'a> {
 
     /// A collective that the rank polls for completion: each poll is an entry of its own in the
     /// record, with an end of its own, and the communicator has not completed the collective.
-    pub fn polled_collective(&self, communicator: &Communicator) -> Option<&'a Operation> {
+    pub(crate) fn polled_collective(&self, communicator: &Communicator) -> Option<&'a Operation> {
         let next = communicator.completed + 1;
         let asks = |operation: &Operation| {
             is_collective(operation) && operation.communicator == communicator.id && operation.seq == next
@@ -308,7 +308,7 @@ impl<'a> RankView<'a> {
     }
 
     /// Age of its oldest pending operation.
-    pub fn oldest_pending_ns(&self) -> u64 {
+    pub(crate) fn oldest_pending_ns(&self) -> u64 {
         let read_ns = self.flight.map_or(0, |flight| flight.read_ns);
         self.pending().map(|operation| read_ns.saturating_sub(operation.entered_ns)).max().unwrap_or(0)
     }
@@ -425,7 +425,7 @@ pub(crate) struct World<'a> {
 impl<'a> World<'a> {
     /// Reads the evidence, with the operations of each rank if they are encoded. Entries out of
     /// order are sorted. If a rank has several entries, the first counts.
-    pub fn of(evidence: &'a Evidence, operations: &'a [EncodedOperations]) -> Self {
+    pub(crate) fn of(evidence: &'a Evidence, operations: &'a [EncodedOperations]) -> Self {
         let views = evidence.ranks.iter().enumerate();
         let mut views: Vec<RankView> = views.map(|(at, rank)| RankView::of(rank, operations.get(at))).collect();
         views.sort_by_key(|view| view.rank);
@@ -445,7 +445,7 @@ impl<'a> World<'a> {
     }
 
     /// The ranks behind some rank indices, ascending.
-    pub fn ranks(&self, views: impl IntoIterator<Item = usize>) -> Vec<u32> {
+    pub(crate) fn ranks(&self, views: impl IntoIterator<Item = usize>) -> Vec<u32> {
         let mut ranks: Vec<u32> = views.into_iter().map(|rank_index| self.views[rank_index].rank).collect();
         ranks.sort_unstable();
         ranks.dedup();
@@ -496,15 +496,15 @@ mod tests {
 
     #[test]
     fn success_request_and_error_are_distinguished() {
-        let said = |text: &str| {
+        let parsed = |text: &str| {
             let exit = Exit::of(text);
             (exit.succeeded(), exit.was_requested(), exit.failed())
         };
-        assert_eq!(said("exit code 0"), (true, false, false));
-        assert_eq!(said("exit code 143"), (false, true, false));
-        assert_eq!(said("killed by SIGTERM"), (false, true, false));
-        assert_eq!(said("exit code 1"), (false, false, true));
-        assert_eq!(said("killed by SIGKILL"), (false, false, false));
-        assert_eq!(said(""), (false, false, false));
+        assert_eq!(parsed("exit code 0"), (true, false, false));
+        assert_eq!(parsed("exit code 143"), (false, true, false));
+        assert_eq!(parsed("killed by SIGTERM"), (false, true, false));
+        assert_eq!(parsed("exit code 1"), (false, false, true));
+        assert_eq!(parsed("killed by SIGKILL"), (false, false, false));
+        assert_eq!(parsed(""), (false, false, false));
     }
 }

@@ -298,7 +298,7 @@ fn run_record(arguments: RecordArguments) -> anyhow::Result<()> {
     let written = fetch.run(seconds, false, Some(WantedRecording { period: rate, threads, native }))?;
     say(&format!("the stacks of {} ranks", written.ranks));
     anyhow::ensure!(written.problems.is_empty(), "the recording is incomplete");
-    viewer::run(&written.path, true, DRAW).map_err(anyhow::Error::msg)
+    Ok(viewer::run(&written.path, true, DRAW)?)
 }
 
 impl FetchArguments {

@@ -91,7 +91,7 @@ impl Error {
 
 /// An error and its sources in one line.
 #[must_use]
-pub fn chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(error) = source {

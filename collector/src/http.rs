@@ -12,6 +12,7 @@ pub(crate) mod timeline;
 pub(crate) mod watch;
 
 use std::{
+    io,
     net::{Ipv4Addr, SocketAddr},
     pin::Pin,
     sync::Arc,
@@ -39,19 +40,43 @@ use crate::http::{
     server::{Caller, Server},
 };
 
+/// An endpoint of the node collector is missing.
+#[derive(Debug, thiserror::Error)]
+#[error("there is no {what} endpoint: {problem}")]
+pub struct NoEndpoint {
+    /// `control` or `metrics`.
+    pub what: &'static str,
+    /// The problem with its port.
+    pub problem: PortError,
+}
+
+/// A port that cannot be used.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot listen on port {port} ({reason}{}); choose another port with {variable}", by_user(*.owner))]
+pub struct PortError {
+    /// The port.
+    pub port: u16,
+    /// The other user whose process has it.
+    pub owner: Option<u32>,
+    /// The variable that sets it.
+    pub variable: &'static str,
+    /// The answer of the kernel.
+    pub reason: io::Error,
+}
+
+fn by_user(owner: Option<u32>) -> String {
+    owner.map(|uid| format!(", by a process of user {uid}")).unwrap_or_default()
+}
+
 /// Listens on a loopback port.
 ///
 /// # Errors
-/// One sentence with the port, its current user and the variable that sets it.
-pub async fn listen(port: u16, what: &str, variable: &str) -> Result<TcpListener, String> {
+/// The port cannot be used.
+pub async fn listen(port: u16, what: &'static str, variable: &'static str) -> Result<TcpListener, NoEndpoint> {
     let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
-    let listener = TcpListener::bind(address).await;
-    listener.map_err(|error| {
+    TcpListener::bind(address).await.map_err(|reason| {
         let owner = Owners::of_listener(address).filter(|uid| *uid != getuid().as_raw());
-        let owner = owner.map(|uid| format!(", by a process of user {uid}")).unwrap_or_default();
-        format!(
-            "there is no {what} endpoint: cannot listen on port {port} ({error}{owner}); choose another port with {variable}"
-        )
+        NoEndpoint { what, problem: PortError { port, owner, variable, reason } }
     })
 }
 
@@ -123,7 +148,7 @@ pub async fn serve_control(server: Server, listener: TcpListener, answers: impl 
 pub async fn serve_metrics(server: Server, listener: TcpListener, answers: impl QuestionSender) {
     let cache = Arc::new(Mutex::new(None));
     let router = routes::metrics()
-        .layer(middleware::from_fn_with_state(cache, strangers_share_pages))
+        .layer(middleware::from_fn_with_state(cache, share_pages_among_other_users))
         .layer(middleware::from_fn(local_only))
         .with_state(answers);
     server.run(listener, router).await;
@@ -182,7 +207,7 @@ type Cache = Arc<Mutex<Option<(Instant, Bytes)>>>;
 const PAGE_AGE: Duration = Duration::from_secs(1);
 const PAGE_KIND: [(header::HeaderName, &str); 1] = [(header::CONTENT_TYPE, routes::PROMETHEUS)];
 
-async fn strangers_share_pages(State(cache): State<Cache>, request: Request, next: Next) -> Response {
+async fn share_pages_among_other_users(State(cache): State<Cache>, request: Request, next: Next) -> Response {
     if request.extensions().get::<Caller>().is_some_and(Caller::is_owner) {
         return next.run(request).await;
     }

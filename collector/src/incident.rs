@@ -176,25 +176,25 @@ impl<Job: Ord + Clone> Default for Throttle<Job> {
 impl<Job: Ord + Clone> Throttle<Job> {
     /// Starts with a full burst.
     #[must_use]
-    pub fn new(rate: Rate) -> Self {
+    pub(crate) fn new(rate: Rate) -> Self {
         Throttle { rate, free_at: BTreeMap::new() }
     }
 
     /// Whether a job may have an incident now.
     #[must_use]
-    pub fn would_allow(&self, job: &Job, now_ns: u64) -> bool {
+    pub(crate) fn would_allow(&self, job: &Job, now_ns: u64) -> bool {
         self.wait_ns(job, now_ns) == 0
     }
 
     /// Nanoseconds until a job may have its next incident.
     #[must_use]
-    pub fn wait_ns(&self, job: &Job, now_ns: u64) -> u64 {
+    pub(crate) fn wait_ns(&self, job: &Job, now_ns: u64) -> u64 {
         let allowed_ns = now_ns + (self.rate.burst - 1) * self.rate.refill_ns;
         self.free_at.get(job).map_or(0, |free_at| free_at.saturating_sub(allowed_ns))
     }
 
     /// As [`Throttle::would_allow`], and counts the incident if it is allowed.
-    pub fn allows(&mut self, job: &Job, now_ns: u64) -> bool {
+    pub(crate) fn allows(&mut self, job: &Job, now_ns: u64) -> bool {
         if !self.would_allow(job, now_ns) {
             return false;
         }
@@ -205,7 +205,7 @@ impl<Job: Ord + Clone> Throttle<Job> {
     }
 
     /// Takes back one call of [`Throttle::allows`] that returned true.
-    pub fn refund(&mut self, job: &Job) {
+    pub(crate) fn refund(&mut self, job: &Job) {
         if let Some(free_at) = self.free_at.get_mut(job) {
             *free_at = free_at.saturating_sub(self.rate.refill_ns);
         }

@@ -64,18 +64,18 @@ impl fmt::Display for JobKey {
 }
 
 /// Identity of a registry entry; never reused.
-pub type RankId = u64;
+pub(crate) type RankId = u64;
 /// Identity of a connection; never reused.
-pub type ConnectionId = u64;
+pub(crate) type ConnectionId = u64;
 /// Number of a node collector process at the cluster collector. A process keeps its number when it
 /// reconnects with another stream.
-pub type NodeId = u64;
+pub(crate) type NodeId = u64;
 /// Number of a node's stream to the cluster collector.
-pub type StreamId = u64;
+pub(crate) type StreamId = u64;
 
 /// The job as it is reported to the cluster.
 #[must_use]
-pub fn job_id(job: &JobKey) -> JobId {
+pub(crate) fn job_id(job: &JobKey) -> JobId {
     let instance = match job.is_of_process() {
         true => of_this_machine(&job.instance),
         false => beyond_this_machine(&job.instance),
@@ -85,13 +85,13 @@ pub fn job_id(job: &JobKey) -> JobId {
 
 /// The key of a job at the cluster.
 #[must_use]
-pub fn cluster_key(job: &JobId) -> JobKey {
+pub(crate) fn cluster_key(job: &JobId) -> JobKey {
     JobKey { name: job.name.clone(), instance: job.instance.clone() }
 }
 
 /// The registry's key of a job.
 #[must_use]
-pub fn local_key(job: &JobId) -> JobKey {
+pub(crate) fn local_key(job: &JobId) -> JobKey {
     JobKey { name: job.name.clone(), instance: on_this_machine(&job.instance).into() }
 }
 

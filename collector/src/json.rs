@@ -10,7 +10,7 @@ use xpu_timer_proto::printable;
 
 /// An answer over HTTP.
 #[derive(Debug)]
-pub struct Json<T>(pub T);
+pub(crate) struct Json<T>(pub T);
 
 impl<T: Serialize> IntoResponse for Json<T> {
     fn into_response(self) -> Response {
@@ -20,7 +20,7 @@ impl<T: Serialize> IntoResponse for Json<T> {
 
 /// The content of a file, with line breaks.
 #[must_use]
-pub fn pretty(value: &impl Serialize) -> Vec<u8> {
+pub(crate) fn pretty(value: &impl Serialize) -> Vec<u8> {
     safe(serde_json::to_string_pretty(value)).into_bytes()
 }
 

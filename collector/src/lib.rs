@@ -5,6 +5,7 @@
 //! Both use the modules below them: [`incident`], [`http`], [`metrics`], [`timeline`],
 //! [`client`], [`job`] and [`os`].
 #![deny(unsafe_code)]
+#![warn(unreachable_pub)]
 
 pub mod cli;
 pub mod client;

@@ -33,7 +33,7 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Destination of a program's log.
 #[derive(Debug, Clone, Copy)]
-pub enum Destination<'a> {
+pub(crate) enum Destination<'a> {
     /// A command that a person waits for: stderr, and each line at once.
     Command,
     /// A server: stderr.
@@ -44,7 +44,7 @@ pub enum Destination<'a> {
 
 /// Starts the log with the settings. Dropping the guard writes the last lines.
 #[must_use]
-pub fn start(source: &Source, destination: Destination<'_>) -> Guard {
+pub(crate) fn start(source: &Source, destination: Destination<'_>) -> Guard {
     let wanted = source.text("XPU_TIMER_LOG").unwrap_or_default();
     let (filter, wrong) = match EnvFilter::try_new(&wanted) {
         Ok(filter) => (filter, None),
@@ -178,7 +178,7 @@ impl Queue {
 static QUEUE: OnceLock<Queue> = OnceLock::new();
 
 /// Writes the waiting lines when it is dropped.
-pub struct Guard(());
+pub(crate) struct Guard(());
 
 impl Drop for Guard {
     fn drop(&mut self) {
@@ -188,12 +188,12 @@ impl Drop for Guard {
 
 /// The log file of this process.
 #[must_use]
-pub fn path() -> Option<&'static Path> {
+pub(crate) fn path() -> Option<&'static Path> {
     QUEUE.get()?.path.as_deref()
 }
 
 /// Waits until all lines are written, but not for a disk that does not answer.
-pub fn flush() {
+pub(crate) fn flush() {
     let Some(queue) = QUEUE.get().filter(|queue| queue.thread.get().is_some()) else { return };
     let (done, wait) = mpsc::sync_channel(1);
     if queue.sender.try_send(Item::Flush(done)).is_ok() {
@@ -441,7 +441,7 @@ fn open_own(path: &Path, mode: u32) -> io::Result<File> {
 const HOOK_LOGS: usize = 100;
 
 /// Removes old hook logs from a folder: each process that had something to log has left one.
-pub fn remove_hook_logs(folder: &Path) {
+pub(crate) fn remove_hook_logs(folder: &Path) {
     let mut ended: Vec<(std::time::SystemTime, PathBuf)> = fs::read_dir(folder)
         .into_iter()
         .flatten()

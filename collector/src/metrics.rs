@@ -18,21 +18,21 @@ use std::{
 use xpu_timer_proto::{env::Source, printable};
 
 /// The labels of a sample, in the order in which they are written.
-pub type Labels = Vec<(&'static str, String)>;
+pub(crate) type Labels = Vec<(&'static str, String)>;
 
 /// A page under construction. Each family is written once, with all its samples.
 #[derive(Default)]
-pub struct Page(String);
+pub(crate) struct Page(String);
 
 impl Page {
     /// Begins a family, which may remain without samples.
-    pub fn family(&mut self, name: &str, kind: &str, help: &str) {
+    pub(crate) fn family(&mut self, name: &str, kind: &str, help: &str) {
         // Writing into a String cannot fail.
         let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
     /// Adds a sample to the current family.
-    pub fn sample(&mut self, name: &str, labels: &[(&str, String)], value: impl Display) {
+    pub(crate) fn sample(&mut self, name: &str, labels: &[(&str, String)], value: impl Display) {
         let _ = write!(self.0, "{name}");
         for (index, (label, text)) in labels.iter().enumerate() {
             let open = if index == 0 { '{' } else { ',' };
@@ -44,7 +44,7 @@ impl Page {
 
     /// The finished text.
     #[must_use]
-    pub fn text(self) -> String {
+    pub(crate) fn text(self) -> String {
         self.0
     }
 }

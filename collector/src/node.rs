@@ -51,7 +51,7 @@ use crate::{
     config::Settings,
     error::{Error, chain},
     http::{
-        self,
+        self, NoEndpoint,
         access::{Token, read_token},
         server::Server,
         watch::Limits,
@@ -233,16 +233,16 @@ async fn listen(settings: &mut Settings, problems: &mut Vec<String>) -> (Option<
             continue;
         };
         let taken = one.as_ref().err().or(other.as_ref().and_then(|other| other.as_ref().err()));
-        let why = taken.map_or("", |why| why.split_once(": ").map_or(why.as_str(), |(_, why)| why));
+        let why = taken.map_or(String::new(), |missing| missing.problem.to_string());
         problems.push(format!("{why}; until then the control port is {port} and the metrics port {}", port + 1));
         (settings.control_port, settings.metrics_port) = (port, Some(port + 1));
         return (Some(control_listener), Some(metrics_listener));
     }
-    let mut keep = |listener: Result<TcpListener, String>| listener.map_err(|problem| problems.push(problem)).ok();
+    let mut keep = |listener: Listening| listener.map_err(|missing| problems.push(missing.to_string())).ok();
     (keep(one), other.and_then(keep))
 }
 
-type Listening = Result<TcpListener, String>;
+type Listening = Result<TcpListener, NoEndpoint>;
 
 async fn listen_pair(settings: &Settings, control: u16, metrics: Option<u16>) -> (Listening, Option<Listening>) {
     let one = http::listen(control, "control", settings.port_variable).await;

@@ -16,7 +16,7 @@ pub(crate) mod resources {
 
     /// Raises the soft limit of open files to the hard limit and returns it. Each rank needs three
     /// descriptors; the usual soft limit of 1,024 exists for programs that use `select`.
-    pub fn raise_descriptor_limit() -> u64 {
+    pub(crate) fn raise_descriptor_limit() -> u64 {
         let (soft, hard) = getrlimit(Resource::RLIMIT_NOFILE).expect("each process has this limit");
         if let Err(errno) = setrlimit(Resource::RLIMIT_NOFILE, hard, hard) {
             warn!("the limit of open files stays at {soft}: {}", io::Error::from(errno));
@@ -29,7 +29,7 @@ pub(crate) mod resources {
     /// per core, and a thread cannot reuse memory that was freed in another arena. Each arena would
     /// grow to the size of the largest incident.
     #[allow(unsafe_code, reason = "mallopt is a function of C")]
-    pub fn share_one_arena() {
+    pub(crate) fn share_one_arena() {
         #[cfg(target_env = "gnu")]
         // SAFETY: mallopt only changes a setting of the allocator.
         let set = unsafe { libc::mallopt(libc::M_ARENA_MAX, 1) };
@@ -41,7 +41,7 @@ pub(crate) mod resources {
 
     /// Returns freed memory to the system. After an incident, this is most of the memory in use.
     #[allow(unsafe_code, reason = "malloc_trim is a function of C")]
-    pub fn trim_heap() {
+    pub(crate) fn trim_heap() {
         #[cfg(target_env = "gnu")]
         // SAFETY: malloc_trim may be called at any time; it returns free pages to the system.
         unsafe {

@@ -6,6 +6,7 @@
 //! members. This crate depends on no other member and contains no unsafe code. Its only I/O is
 //! [`mod@file`], [`procfs`] and the checks of [`socket`], which all programs share.
 #![forbid(unsafe_code)]
+#![warn(unreachable_pub)]
 
 #[cfg(feature = "grpc")]
 pub mod codec;

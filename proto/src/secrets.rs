@@ -213,9 +213,9 @@ mod tests {
             (&["sh", "-c", script], "sh -c export API_KEY=…; curl -H \"Authorization: …\" 'https://…@h/x?token=…&n=2'"),
             (&["t", "--password", "--lr=1", "s3en"], "t --password --lr=1 s3en"),
         ] {
-            let said = shown(arguments);
-            assert_eq!(said, expected);
-            assert!(!said.contains("s3cre"), "{said}");
+            let shown_text = shown(arguments);
+            assert_eq!(shown_text, expected);
+            assert!(!shown_text.contains("s3cre"), "{shown_text}");
         }
     }
 

@@ -208,10 +208,10 @@ def objects(options):
         dist.all_gather_object(losses, {"rank": RANK, "loss": "x" * RANK}, group=group)
         if losses != [{"rank": rank, "loss": "x" * rank} for rank in range(SIZE)]:
             raise ArithmeticError(f"the losses are {losses}")
-        told = [{"step": step}] if RANK == 0 else [None]
-        dist.broadcast_object_list(told, src=0, group=group)
-        if told != [{"step": step}]:
-            raise ArithmeticError(f"what rank 0 told is {told}")
+        received = [{"step": step}] if RANK == 0 else [None]
+        dist.broadcast_object_list(received, src=0, group=group)
+        if received != [{"step": step}]:
+            raise ArithmeticError(f"what rank 0 sent is {received}")
         dist.monitored_barrier(group)
         dist.all_reduce(values := full(4, 1))
         check("all_reduce", values, [float(SIZE)] * 4)

@@ -13,10 +13,11 @@ use clap::Parser;
 use flate2::{Compression, write::GzEncoder};
 use nix::sys::stat::{Mode, umask};
 use prost::Message;
-use serde_json::json;
+use serde::Serialize;
+use serde_json::{Value, json};
 use xpu_timer_analysis::{
     Verdict,
-    folded::stack_words,
+    folded::stack_names,
     prefix_tree::PrefixTree,
     throughput::{dtype_name, matmul_debug},
 };
@@ -268,30 +269,42 @@ pub fn gen_trace(args: &GenArgs, out: &mut dyn Write, err: &mut dyn Write) -> an
         let breakdowns = job.ranks.iter().zip(&of_ranks).map(|(rank, (_, breakdown))| (rank.rank, *breakdown));
         Ok((breakdowns.collect::<Vec<_>>(), counts))
     })?;
-    write_file(&folder.join(format!("breakdown_{name}.json")), |file| {
-        let rows = breakdowns.iter().map(|(rank, breakdown)| {
-            let mut row = json!({ "rank": rank });
-            let columns = serde_json::to_value(breakdown).unwrap_or_default();
-            if let (Some(row), Some(columns)) = (row.as_object_mut(), columns.as_object()) {
-                row.extend(columns.clone());
-            }
-            row
-        });
-        serde_json::to_writer_pretty(file, &rows.collect::<Vec<_>>()).map_err(io::Error::from)
-    })?;
-    write_file(&folder.join("clocks.json"), |file| {
-        serde_json::to_writer_pretty(file, &job.clocks).map_err(io::Error::from)
-    })?;
+    let rows: Vec<Value> = breakdowns.iter().map(|(rank, breakdown)| breakdown_row(*rank, breakdown)).collect();
+    write_json(&folder.join(format!("breakdown_{name}.json")), &rows)?;
+    write_json(&folder.join("clocks.json"), &job.clocks)?;
     let mut text = summary(&job, &trace, counts, &breakdowns);
-    let stacks = launch_stacks(&job, &args.path);
-    if !stacks.nodes().is_empty() {
-        let picture = Picture::new(&stacks, job.world_size());
-        write_file(&folder.join("merged_tracing_kernel_stack"), |file| file.write_all(picture.folded().as_bytes()))?;
-        let svg = folder.join("tracing_kernel_stack.svg");
-        write_file(&svg, |file| picture.write_svg("launches by Python stack", file))?;
+    if let Some(svg) = write_launch_stacks(&job, &args.path, &folder)? {
         text.push_str(&format!("{}: the Python stacks of launches\n", svg.display()));
     }
     write_stdout(&text, out)
+}
+
+fn write_json(path: &Path, value: &impl Serialize) -> anyhow::Result<()> {
+    write_file(path, |file| serde_json::to_writer_pretty(file, value).map_err(io::Error::from))
+}
+
+/// The breakdown of a rank as a flat object.
+fn breakdown_row(rank: u32, breakdown: &impl Serialize) -> Value {
+    let mut row = json!({ "rank": rank });
+    let columns = serde_json::to_value(breakdown).unwrap_or_default();
+    if let (Some(row), Value::Object(columns)) = (row.as_object_mut(), columns) {
+        row.extend(columns);
+    }
+    row
+}
+
+/// Writes the Python stacks of launches as folded text and as a picture, if there are any. Returns
+/// the path of the picture.
+fn write_launch_stacks(job: &Job, dumps: &Path, folder: &Path) -> anyhow::Result<Option<PathBuf>> {
+    let stacks = launch_stacks(job, dumps);
+    if stacks.nodes().is_empty() {
+        return Ok(None);
+    }
+    let picture = Picture::new(&stacks, job.world_size());
+    write_file(&folder.join("merged_tracing_kernel_stack"), |file| file.write_all(picture.folded().as_bytes()))?;
+    let svg = folder.join("tracing_kernel_stack.svg");
+    write_file(&svg, |file| picture.write_svg("launches by Python stack", file))?;
+    Ok(Some(svg))
 }
 
 /// The Python stacks of launches of all ranks. Their innermost frames are the launched operations.
@@ -300,8 +313,8 @@ fn launch_stacks(job: &Job, folder: &Path) -> PrefixTree {
     // Innermost frame first.
     let mut insert = |rank: u32, operation: (&str, &str), frames: &[&PySpyFrame]| {
         let frames = frames.iter().map(|frame| (frame.func_name.as_str(), frame.file_name.as_str()));
-        let words: Vec<String> = stack_words([operation].into_iter().chain(frames)).collect();
-        tree.insert(words.iter().map(String::as_str), rank);
+        let names: Vec<String> = stack_names([operation].into_iter().chain(frames)).collect();
+        tree.insert(names.iter().map(String::as_str), rank);
     };
     for rank in &job.ranks {
         for stack in &rank.head.stacks {

@@ -71,7 +71,7 @@ pub struct Group {
     /// The nodes of these ranks, by their index.
     nodes: HashSet<usize>,
     /// Number of its nodes according to the files. `None` if the nodes of the ranks are counted.
-    nodes_said: Option<u32>,
+    reported_nodes: Option<u32>,
     starts: Starts,
 }
 
@@ -85,8 +85,8 @@ impl Group {
     /// Number of its nodes. `None` if it is unknown.
     #[must_use]
     pub fn nodes(&self) -> Option<u32> {
-        match self.nodes_said {
-            Some(said) => Some(said).filter(|nodes| *nodes > 0),
+        match self.reported_nodes {
+            Some(nodes) => Some(nodes).filter(|nodes| *nodes > 0),
             None => self.is_complete().then_some(self.nodes.len() as u32),
         }
     }
@@ -425,7 +425,7 @@ impl Groups {
                     members: RankSet::new(),
                     name: String::new(),
                     nodes: HashSet::new(),
-                    nodes_said: is_of_original.then_some(communicator.nodes),
+                    reported_nodes: is_of_original.then_some(communicator.nodes),
                     starts: Starts::default(),
                 });
                 self.groups.len() - 1

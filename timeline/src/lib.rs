@@ -4,6 +4,7 @@
 //! [`job::Job`] streams the files, so its memory does not depend on their length. Only [`cli`]
 //! opens files; everything else reads and writes what it is given. The crate reads no clock.
 #![forbid(unsafe_code)]
+#![warn(unreachable_pub)]
 
 pub mod chrome;
 pub mod cli;

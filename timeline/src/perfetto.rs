@@ -25,55 +25,55 @@ use crate::{
 
 /// Fields of `TracePacket`.
 mod packet {
-    pub const CLOCK_SNAPSHOT: u32 = 6;
-    pub const TIMESTAMP: u32 = 8;
-    pub const SEQUENCE: u32 = 10;
-    pub const TRACK_EVENT: u32 = 11;
-    pub const INTERNED_DATA: u32 = 12;
-    pub const SEQUENCE_FLAGS: u32 = 13;
-    pub const TRACK_DESCRIPTOR: u32 = 60;
+    pub(super) const CLOCK_SNAPSHOT: u32 = 6;
+    pub(super) const TIMESTAMP: u32 = 8;
+    pub(super) const SEQUENCE: u32 = 10;
+    pub(super) const TRACK_EVENT: u32 = 11;
+    pub(super) const INTERNED_DATA: u32 = 12;
+    pub(super) const SEQUENCE_FLAGS: u32 = 13;
+    pub(super) const TRACK_DESCRIPTOR: u32 = 60;
 }
 
 /// Fields of `TrackEvent`, and values of its type.
 mod event {
-    pub const CATEGORY_IIDS: u32 = 3;
-    pub const DEBUG_ANNOTATIONS: u32 = 4;
-    pub const TYPE: u32 = 9;
-    pub const NAME_IID: u32 = 10;
-    pub const TRACK_UUID: u32 = 11;
-    pub const NAME: u32 = 23;
-    pub const COUNTER_VALUE: u32 = 30;
-    pub const FLOW_IDS: u32 = 47;
-    pub const BEGIN: u64 = 1;
-    pub const END: u64 = 2;
-    pub const INSTANT: u64 = 3;
-    pub const COUNTER: u64 = 4;
+    pub(super) const CATEGORY_IIDS: u32 = 3;
+    pub(super) const DEBUG_ANNOTATIONS: u32 = 4;
+    pub(super) const TYPE: u32 = 9;
+    pub(super) const NAME_IID: u32 = 10;
+    pub(super) const TRACK_UUID: u32 = 11;
+    pub(super) const NAME: u32 = 23;
+    pub(super) const COUNTER_VALUE: u32 = 30;
+    pub(super) const FLOW_IDS: u32 = 47;
+    pub(super) const BEGIN: u64 = 1;
+    pub(super) const END: u64 = 2;
+    pub(super) const INSTANT: u64 = 3;
+    pub(super) const COUNTER: u64 = 4;
 }
 
 /// Fields of `CounterDescriptor`, and its unit of bytes.
 mod counter {
-    pub const UNIT: u32 = 3;
-    pub const UNIT_NAME: u32 = 6;
-    pub const BYTES: u64 = 3;
+    pub(super) const UNIT: u32 = 3;
+    pub(super) const UNIT_NAME: u32 = 6;
+    pub(super) const BYTES: u64 = 3;
 }
 
 /// Fields of `DebugAnnotation`.
 mod annotation {
-    pub const NAME_IID: u32 = 1;
-    pub const UINT: u32 = 3;
-    pub const INT: u32 = 4;
-    pub const DOUBLE: u32 = 5;
-    pub const STRING: u32 = 6;
-    pub const NAME: u32 = 10;
-    pub const STRING_IID: u32 = 17;
+    pub(super) const NAME_IID: u32 = 1;
+    pub(super) const UINT: u32 = 3;
+    pub(super) const INT: u32 = 4;
+    pub(super) const DOUBLE: u32 = 5;
+    pub(super) const STRING: u32 = 6;
+    pub(super) const NAME: u32 = 10;
+    pub(super) const STRING_IID: u32 = 17;
 }
 
 /// Fields of `InternedData`.
 mod interned_data {
-    pub const CATEGORIES: u32 = 1;
-    pub const EVENT_NAMES: u32 = 2;
-    pub const ANNOTATION_NAMES: u32 = 3;
-    pub const ANNOTATION_STRINGS: u32 = 29;
+    pub(super) const CATEGORIES: u32 = 1;
+    pub(super) const EVENT_NAMES: u32 = 2;
+    pub(super) const ANNOTATION_NAMES: u32 = 3;
+    pub(super) const ANNOTATION_STRINGS: u32 = 29;
 }
 
 /// `SEQ_INCREMENTAL_STATE_CLEARED` and `SEQ_NEEDS_INCREMENTAL_STATE`.

@@ -171,14 +171,14 @@ fn digit_follows(label: &[u8], text: &[u8], same: impl Fn(u8, u8) -> bool) -> bo
         .any(|w| w[text.len()].is_ascii_digit() && w.iter().zip(text).all(|(&a, &b)| same(a, b)))
 }
 
-/// The colour of a label: the kind selects the hue, and the word selects the shade, so that
+/// The colour of a label: the kind selects the hue, and the name selects the shade, so that
 /// neighbours differ.
 ///
 /// The shade does not depend on the ranks, so a function looks the same in every incident.
 fn colour(label: &str) -> Color {
-    let word = label.rsplit_once('@').map_or(label, |(word, _)| word);
+    let name = label.rsplit_once('@').map_or(label, |(name, _)| name);
     // FNV-1a; any hash works if it never changes.
-    let hash = word.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
+    let hash = name.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
     let shade = |from: u8, span: u8| from + ((hash >> 16) % (u32::from(span) + 1)) as u8;
     match kind(label) {
         FrameKind::Torch => Color { r: shade(90, 50), g: shade(200, 40), b: shade(90, 50) },
@@ -193,17 +193,17 @@ fn colour(label: &str) -> Color {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use xpu_timer_analysis::folded::{push_word, walk};
+    use xpu_timer_analysis::folded::{push_name, walk};
 
     fn tree(stacks: &[(Vec<String>, u32)]) -> PrefixTree {
         let mut tree = PrefixTree::new();
         for (stack, rank) in stacks {
-            let words = stack.iter().map(|func| {
-                let mut word = String::new();
-                push_word(&mut word, func, "f");
-                word
+            let names = stack.iter().map(|func| {
+                let mut name = String::new();
+                push_name(&mut name, func, "f");
+                name
             });
-            tree.insert(words.collect::<Vec<_>>().iter().map(String::as_str), *rank);
+            tree.insert(names.collect::<Vec<_>>().iter().map(String::as_str), *rank);
         }
         tree
     }

@@ -7,16 +7,16 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use xpu_timer_analysis::{folded::push_word, rank_set::RankSet};
+use xpu_timer_analysis::{folded::push_name, rank_set::RankSet};
 use xpu_timer_proto::{
     printable, samples,
     server::PySpyFrame,
     v1::{SampledThread, StackSamples},
 };
 
-/// The word for a thread that runs no Python code.
+/// Stands for the stack of a thread that runs no Python code.
 const NO_FRAMES: &str = "no Python code";
-/// The word for a thread without a name.
+/// Stands for the name of a thread without one.
 const NO_NAME: &str = "a thread without a name";
 /// Ranks belong to different groups if a function has a share of their time that differs by more
 /// than this.
@@ -63,14 +63,14 @@ impl RankSamples {
 
     /// Adds the stacks of all threads. The root of a stack is its thread if there are several.
     pub fn add_weights(&self, weights: &mut Weights) {
-        let words: Vec<String> = self.samples.frames.iter().map(word).collect();
+        let names: Vec<String> = self.samples.frames.iter().map(name_of).collect();
         let is_alone = self.samples.threads.len() == 1;
         for thread in &self.samples.threads {
             let name = if thread.name.is_empty() { NO_NAME } else { thread.name.as_str() };
             let root = (!is_alone).then(|| clean(name));
             for slice in samples::slices(thread) {
                 let frames = &self.samples.stacks[slice.stack as usize].frames;
-                let stack = root.iter().cloned().chain(frames.iter().rev().map(|frame| words[*frame as usize].clone()));
+                let stack = root.iter().cloned().chain(frames.iter().rev().map(|frame| names[*frame as usize].clone()));
                 let stack = stack.chain(frames.is_empty().then(|| NO_FRAMES.to_string()));
                 *weights.entry(stack.collect()).or_default() += u64::from(slice.samples);
             }
@@ -104,17 +104,17 @@ fn samples_of(thread: &SampledThread) -> u64 {
     thread.samples.iter().map(|count| u64::from(*count)).sum()
 }
 
-fn word(frame: &PySpyFrame) -> String {
-    let mut word = String::new();
-    push_word(&mut word, &frame.func_name, &frame.file_name);
-    word
+fn name_of(frame: &PySpyFrame) -> String {
+    let mut name = String::new();
+    push_name(&mut name, &frame.func_name, &frame.file_name);
+    name
 }
 
-/// The word of a frame without its line.
+/// The name of a frame without its line.
 fn function(frame: &PySpyFrame) -> String {
-    let mut word = String::new();
-    push_word(&mut word, &frame.func_name, line_of(&frame.file_name).0);
-    word
+    let mut name = String::new();
+    push_name(&mut name, &frame.func_name, line_of(&frame.file_name).0);
+    name
 }
 
 /// `path:line` as path and line.
@@ -137,7 +137,7 @@ pub fn weights<'a>(ranks: impl Iterator<Item = &'a RankSamples>) -> Weights {
     weights
 }
 
-/// The folded text: one line for each stack, its words from the root joined by `;`, and its number
+/// The folded text: one line for each stack, its names from the root joined by `;`, and its number
 /// of samples. Stacks with a common beginning follow each other.
 #[must_use]
 pub fn folded(weights: &Weights) -> String {
@@ -280,7 +280,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_are_roots_if_there_are_several_and_an_empty_stack_has_a_word() {
+    fn threads_are_roots_if_there_are_several_and_an_empty_stack_has_a_name() {
         let mut one = rank(0, &[("step", 30)]);
         one.samples.stacks.push(SampledStack::default());
         let other = SampledThread { first: vec![5], last: vec![0], samples: vec![4], stack: vec![1], ..<_>::default() };

@@ -141,14 +141,14 @@ fn merge_trees(options: &TreeOptions) -> anyhow::Result<()> {
         for stack in 0..options.stacks {
             // A tenth of the stacks is at one of 7 places, which differs between nodes.
             let place = if stack % 10 == 0 { (node * 31 + stack * 17) % 7 } else { 0 };
-            let words: Vec<String> = (0..10)
+            let names: Vec<String> = (0..10)
                 .map(|depth| match depth {
                     0..8 => format!("function_{stack}_{depth}@/usr/lib/x86_64-linux-gnu/libwork.so:{depth}"),
                     _ => format!("function_{stack}_{depth}_{place}@/usr/lib/x86_64-linux-gnu/libwork.so:{depth}"),
                 })
                 .collect();
             for rank in node * 8..node * 8 + 8 {
-                tree.insert(words.iter().map(String::as_str), rank);
+                tree.insert(names.iter().map(String::as_str), rank);
             }
         }
         let message = tree.to_message();

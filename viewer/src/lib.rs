@@ -4,6 +4,7 @@
 //! It reads only a folder of `.stacktrace` files, ours or the original tool's, and runs on any
 //! machine. The binary is a thin wrapper around [`run`].
 #![forbid(unsafe_code)]
+#![warn(unreachable_pub)]
 
 pub mod absent_ranks;
 pub mod dump;

@@ -348,7 +348,7 @@ impl Stacks {
         }
         let (func, file) = frame.text();
         self.text.clear();
-        folded::push_word(&mut self.text, &func, &file);
+        folded::push_name(&mut self.text, &func, &file);
         let name = self.names.intern(&self.text);
         if name.index() == self.dropped.len() {
             self.dropped.push(self.text.contains(DROPPED_FROM));

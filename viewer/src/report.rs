@@ -39,12 +39,12 @@ const SCRIPTS: &[&str] = &[
 /// The verdict of an incident folder, or `None` if the folder has none.
 ///
 /// # Errors
-/// The verdict exists but cannot be read; the error is its description.
-pub fn read_verdict(folder: &Path) -> Result<Option<Verdict>, String> {
+/// The verdict exists but cannot be read, or is none.
+pub fn read_verdict(folder: &Path) -> io::Result<Option<Verdict>> {
     match crate::folder::read(&folder.join("verdict.json")) {
-        Ok(json) => serde_json::from_slice(&json).map(Some).map_err(|error| error.to_string()),
+        Ok(json) => Ok(Some(serde_json::from_slice(&json)?)),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(error.to_string()),
+        Err(error) => Err(error),
     }
 }
 

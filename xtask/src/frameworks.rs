@@ -60,7 +60,7 @@ enum Hang {
     Verdict(&'static [&'static str]),
     /// No incident, because no collective is pending, or none can be seen. `xpu_timer_dump` shows
     /// the function.
-    Silent,
+    NoIncident,
 }
 
 const TORCHRUN: Launcher = Launcher::Module(&[
@@ -153,7 +153,7 @@ const FRAMEWORKS: [Framework; 12] = [
         torch: Torch::Other,
         launcher: Launcher::Python,
         variables: &[("VLLM_CPU_OMP_THREADS_BIND", "0|1"), ("VLLM_CPU_KVCACHE_SPACE", "1")],
-        hang: Hang::Silent,
+        hang: Hang::NoIncident,
     },
     Framework {
         name: "jax",
@@ -161,7 +161,7 @@ const FRAMEWORKS: [Framework; 12] = [
         torch: Torch::None,
         launcher: Launcher::Python,
         variables: &[],
-        hang: Hang::Silent,
+        hang: Hang::NoIncident,
     },
     Framework {
         name: "jax_mpi",
@@ -306,7 +306,7 @@ impl Framework {
         let printed = format!("{}\n{}", process.stdout(), process.stderr());
         let ours = printed.lines().find(|line| line.starts_with("xpu_timer") || line.contains("libxpu_timer"));
         ensure!(ours.is_none(), "it prints {ours:?}");
-        let all_seen = seen >= 2 || matches!(self.hang, Hang::Silent);
+        let all_seen = seen >= 2 || matches!(self.hang, Hang::NoIncident);
         ensure!(all_seen, "{seen} ranks are seen\n{}", job.logs());
         Ok(format!("no incident in {} s; {seen} ranks are seen", start.elapsed().as_secs()))
     }
@@ -314,13 +314,13 @@ impl Framework {
     fn run_hang(&self, installed: &Installed) -> Result<String> {
         let (job, mut process) = self.start(installed, "hang");
         let truth = wait_truth(&job, &mut process)?;
-        let deadline = if matches!(self.hang, Hang::Silent) { SILENCE } else { DEADLINE };
+        let deadline = if matches!(self.hang, Hang::NoIncident) { SILENCE } else { DEADLINE };
         let incident = wait_incident(&job, &mut process, deadline)?;
         match (&self.hang, incident) {
             (Hang::Verdict(causes), Some(incident)) => judge(&incident, &truth, causes),
             (Hang::Verdict(_), None) => bail!("no incident; status: {}", job.status().unwrap_or_default()),
-            (Hang::Silent, Some(incident)) => bail!("an incident: {}", incident.verdict["sentence"]),
-            (Hang::Silent, None) => dump(&truth),
+            (Hang::NoIncident, Some(incident)) => bail!("an incident: {}", incident.verdict["sentence"]),
+            (Hang::NoIncident, None) => dump(&truth),
         }
     }
 }

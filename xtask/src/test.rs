@@ -346,9 +346,10 @@ mod tests {
         assert!(!read("").can_be_retried(), "it was not built");
         let many = "test a ... FAILED\n".repeat(super::MAX_RETRIED + 1);
         assert!(!read(&["running 5 tests\n", &many, closing].concat()).can_be_retried());
-        let said: Vec<String> = [one, closing].concat().lines().map(super::as_intermediate).collect();
+        let lines: Vec<String> = [one, closing].concat().lines().map(super::as_intermediate).collect();
         assert!(
-            said.iter().all(|line| !line.contains("FAILED")) && said.contains(&"test a::c ... failed this time".into())
+            lines.iter().all(|line| !line.contains("FAILED"))
+                && lines.contains(&"test a::c ... failed this time".into())
         );
     }
 }

@@ -25,7 +25,7 @@ pub(super) struct Collective<'a> {
 
 impl<'a> Collective<'a> {
     /// The collective of a suspect that all members have entered.
-    pub fn of(case: &Case<'a>, suspect: &Suspect) -> Option<Self> {
+    pub(super) fn of(case: &Case<'a>, suspect: &Suspect) -> Option<Self> {
         let Suspect::Complete(event @ Event::Collective { comm, seq }) = *suspect else { return None };
         let comm = &case.comms[comm];
         let operations = comm
@@ -47,7 +47,11 @@ impl<'a> Collective<'a> {
     }
 
     /// Groups the members by a property of their operation. `None` if all members agree.
-    pub fn dissent<Key: Ord + Clone>(&self, case: &Case<'a>, key: impl Fn(&Operation) -> Key) -> Option<Dissent<Key>> {
+    pub(super) fn dissent<Key: Ord + Clone>(
+        &self,
+        case: &Case<'a>,
+        key: impl Fn(&Operation) -> Key,
+    ) -> Option<Dissent<Key>> {
         let mut groups: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
         for (rank_index, operation) in &self.operations {
             groups.entry(key(operation)).or_default().push(*rank_index);
@@ -70,7 +74,7 @@ impl<'a> Collective<'a> {
 
     /// Like [`Collective::dissent`], unless these ranks differed in the same way before and the
     /// operation completed: to MPI, an array equals its elements.
-    pub fn new_dissent<Key: Ord + Clone>(
+    pub(super) fn new_dissent<Key: Ord + Clone>(
         &self,
         case: &Case<'a>,
         key: impl Fn(&Operation) -> Key,
@@ -89,8 +93,8 @@ impl<'a> Collective<'a> {
                 before.entry(operation.seq).or_default().insert(*rank_index, key(operation));
             }
         }
-        let same = |said: &HashMap<usize, Key>| {
-            dissent.groups.iter().all(|(key, views)| views.iter().all(|rank_index| said.get(rank_index) == Some(key)))
+        let same = |keys: &HashMap<usize, Key>| {
+            dissent.groups.iter().all(|(key, views)| views.iter().all(|rank_index| keys.get(rank_index) == Some(key)))
         };
         (!before.values().any(same)).then_some(dissent)
     }

@@ -68,8 +68,8 @@ pub(super) const STORAGE_IO: Rule = Rule {
 };
 
 /// `storage_io`: a rank holds a file lock that another rank waits for outside of all collectives.
-/// Like [`HELD_PEER`].
-pub(super) const HELD_LOCK: Rule = Rule {
+/// Like [`PEER_HOLDER`].
+pub(super) const LOCK_HOLDER: Rule = Rule {
     cause: Cause::StorageIo,
     explain: |case, suspect| holds_resource(case, suspect, true),
     rule_out: never_ruled_out,
@@ -83,7 +83,7 @@ pub(super) const HELD_LOCK: Rule = Rule {
 /// that rank is dead, stopped or stuck by itself, that is the cause. Otherwise this rule names it,
 /// with medium confidence: it is somewhere else, or it is in a collective that waits for the rank
 /// that it holds up (it kept a lock, or did not send what was due).
-pub(super) const HELD_PEER: Rule = Rule {
+pub(super) const PEER_HOLDER: Rule = Rule {
     cause: Cause::MissingRank,
     explain: |case, suspect| holds_resource(case, suspect, false),
     rule_out: never_ruled_out,

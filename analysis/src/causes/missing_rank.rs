@@ -92,7 +92,7 @@ pub(super) const FEWER_LAUNCHES: Rule =
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(collective) = Collective::of(case, suspect) {
-        let found = fell_silent(case, &collective).or_else(|| skipped(case, &collective));
+        let found = stale_records(case, &collective).or_else(|| skipped(case, &collective));
         return found.or_else(|| not_waited_for(case, &collective));
     }
     match suspect {
@@ -183,17 +183,17 @@ fn open_group(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<F
 
 /// Few ranks are still in a collective that most have completed, by records that have not been
 /// written for a while: their processes run something else.
-fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
+fn stale_records(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     let (completed_by, inside) = (&collective.completed_by, &collective.inside);
-    let silent =
+    let is_stale =
         |rank_index: &usize| case.view(*rank_index).watcher_stale() && !case.does(*rank_index, Activity::DeviceWait);
-    if inside.is_empty() || inside.len() >= completed_by.len() || !inside.iter().all(silent) {
+    if inside.is_empty() || inside.len() >= completed_by.len() || !inside.iter().all(is_stale) {
         return None;
     }
     let mut evidence = vec![Fact::Explained];
     evidence.extend(Fact::positions(inside));
-    let (silent, completed_by) = (inside.clone(), completed_by.clone());
-    let fault = CollectiveFault::FellSilent { silent, completed_by, event: collective.event };
+    let (stale, completed_by) = (inside.clone(), completed_by.clone());
+    let fault = CollectiveFault::StaleRecords { stale, completed_by, event: collective.event };
     let explanation = Explanation::Collective(fault);
     Some(Finding { culprits: inside.clone(), explanation, confidence: Confidence::Medium, evidence })
 }

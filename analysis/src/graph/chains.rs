@@ -71,7 +71,7 @@ pub(super) struct Chain {
 impl Chain {
     /// The process that keeps a lock from the rank at the beginning, and waits for that rank itself
     /// through a rank in an operation. The other members of such a cycle cannot release the lock.
-    pub fn keeps_lock(&self) -> Option<(usize, usize)> {
+    pub(super) fn keeps_lock(&self) -> Option<(usize, usize)> {
         self.locker.zip(self.through)
     }
 }
@@ -88,7 +88,7 @@ pub(super) struct Chains<'w, 'a> {
 
 impl<'w, 'a> Chains<'w, 'a> {
     /// A process is identified by its node and pid.
-    pub fn new(world: &'w World<'a>) -> Self {
+    pub(super) fn new(world: &'w World<'a>) -> Self {
         let mut by_pid: HashMap<(&str, i32), Member> = HashMap::new();
         for (index, process) in world.processes.iter().enumerate() {
             by_pid.insert((&process.node, process.host.pid), Member::Process(index));
@@ -119,7 +119,7 @@ impl<'w, 'a> Chains<'w, 'a> {
 
     /// The end of the chain that begins at a rank. The standard input of a rank comes from a
     /// person, or from a program that replaces one, unless that program waits for work itself.
-    pub fn of_rank(&self, rank_index: usize) -> End {
+    pub(super) fn of_rank(&self, rank_index: usize) -> End {
         let member = Member::Rank(rank_index);
         let is_held = |one: &Awaited| one.holders.iter().any(|holder| holder.pid != self.pid(member));
         let awaited = self.host(member).awaited.as_ref();
@@ -134,12 +134,12 @@ impl<'w, 'a> Chains<'w, 'a> {
 
 /// Facts about a member.
 impl Chains<'_, '_> {
-    pub fn host(&self, member: Member) -> &Host {
+    pub(super) fn host(&self, member: Member) -> &Host {
         host(self.world, member)
     }
 
     /// What holds the process of a member.
-    pub fn state(&self, member: Member) -> ProcessState {
+    pub(super) fn state(&self, member: Member) -> ProcessState {
         let holder = match member {
             Member::Rank(index) => self.world.views[index].evidence.and_then(facts::gil_holder),
             Member::Process(index) => self.world.processes[index].gil_holder.clone(),
@@ -163,7 +163,7 @@ impl Chains<'_, '_> {
 
     /// Whether all processes of a chain descend from the rank at its beginning, by the parents that
     /// are known.
-    pub fn descend_from(&self, waiter: usize, chain: &[usize]) -> bool {
+    pub(super) fn descend_from(&self, waiter: usize, chain: &[usize]) -> bool {
         let view = &self.world.views[waiter];
         let mut family = HashSet::from([view.pid().unwrap_or(0)]);
         let awaited = view.host.awaited.iter().flat_map(|awaited| &awaited.holders);
@@ -421,7 +421,7 @@ impl Chains<'_, '_> {
     }
 
     /// Whether a rank waits for a message, and the sender is not known.
-    pub fn has_unknown_peer(&self, rank_index: usize) -> bool {
+    pub(super) fn has_unknown_peer(&self, rank_index: usize) -> bool {
         let member = Member::Rank(rank_index);
         let awaited = self.host(member).awaited.as_ref();
         self.waits_for_message(member) && awaited.is_some_and(|awaited| awaited.holders.is_empty())
@@ -429,7 +429,7 @@ impl Chains<'_, '_> {
 
     /// Whether a rank waits without a timeout for a lock of its own threads, and none of these
     /// waits for anything else.
-    pub fn is_locked_in(&self, rank_index: usize) -> bool {
+    pub(super) fn is_locked_in(&self, rank_index: usize) -> bool {
         let member = Member::Rank(rank_index);
         let host = self.host(member);
         let is_own = host.awaited.as_ref().is_none_or(|awaited| awaited.kind() == AwaitedKind::Mutex);
@@ -447,7 +447,7 @@ impl Chains<'_, '_> {
     }
 
     /// Whether the main thread of a process sends to another one.
-    pub fn sends(&self, member: Member) -> bool {
+    pub(super) fn sends(&self, member: Member) -> bool {
         let awaited = self.host(member).awaited.as_ref();
         awaited.is_some_and(|awaited| is_stream(awaited.kind())) && self.host(member).is_in_send()
     }
@@ -461,7 +461,7 @@ impl Chains<'_, '_> {
     }
 
     /// Whether the main thread of a process waits for the end of a child.
-    pub fn waits_for_child(&self, member: Member) -> bool {
+    pub(super) fn waits_for_child(&self, member: Member) -> bool {
         let awaited = self.host(member).awaited.as_ref();
         awaited.is_some_and(|awaited| awaited.kind() == AwaitedKind::Child)
     }
@@ -569,7 +569,7 @@ impl Chains<'_, '_> {
 
     /// Whether nothing outside of `members` wakes a process: it waits without a timeout, and its
     /// threads wait only for these.
-    pub fn is_closed(&self, member: Member, members: &HashSet<Member>) -> bool {
+    pub(super) fn is_closed(&self, member: Member, members: &HashSet<Member>) -> bool {
         let host = self.host(member);
         let is_inside = |awaited: &Awaited| {
             let next = self.next(member, awaited);

@@ -62,12 +62,12 @@ pub(crate) enum MutualFault {
 
 impl ProcessWait {
     /// The process at the end of the chain.
-    pub fn end(&self) -> usize {
+    pub(crate) fn end(&self) -> usize {
         self.chain.last().copied().unwrap_or_default()
     }
 
     /// Whether the process at the end can never answer, even if no rank waits in an operation.
-    pub fn proves_hang(&self) -> bool {
+    pub(crate) fn proves_hang(&self) -> bool {
         !self.is_served && (self.state.cannot_continue() || self.is_closed || self.is_due)
     }
 }

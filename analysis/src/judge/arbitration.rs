@@ -1,7 +1,8 @@
 //! Weighs the findings of the rules against each other.
 //!
-//! Two ordered tables: [`ARBITRATIONS`] drops or replaces findings that others overrule, and
-//! [`LIMITS`] lowers the confidence of what remains.
+//! Three ordered tables: [`ARBITRATIONS`] drops or replaces findings that others overrule,
+//! [`LIMITS`] lowers the confidence of what remains, and [`DIFFERENCES`] says why a rank is the
+//! culprit although all ranks are stuck.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +12,7 @@ use super::outcome::waiting;
 use crate::{
     case::{Case, Position},
     causes::{RULES, alone_in, ended_by_agent, ended_by_signal},
-    finding::Finding,
+    finding::{Finding, TableRule},
     graph::Suspect,
     verdict::{Activity, Cause, Confidence},
 };
@@ -25,7 +26,7 @@ pub(super) struct Ruling<'s> {
 }
 
 impl Ruling<'_> {
-    pub fn cause(&self) -> Cause {
+    pub(super) fn cause(&self) -> Cause {
         RULES[self.rule].cause
     }
 
@@ -40,148 +41,153 @@ impl Ruling<'_> {
     }
 }
 
-/// One rule of the first table.
+/// What a rule of the first table does.
 struct Arbitration {
-    /// Name of the rule.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
-    name: &'static str,
-    /// Why the rule holds.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
-    reason: &'static str,
-    /// The scenario that fails without the rule.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
-    scenario: &'static str,
     /// The dropped findings may be right after all, so the confidence becomes at most medium.
     leaves_doubt: bool,
     /// Drops or replaces the findings that others overrule.
     apply: fn(&Case<'_>, &mut Vec<Ruling<'_>>),
 }
 
-const ARBITRATIONS: &[Arbitration] = &[
-    Arbitration {
+const ARBITRATIONS: &[TableRule<Arbitration>] = &[
+    TableRule {
         name: "other_node",
         reason: "A rank on another node, about which nothing is known, is not the culprit.",
         scenario: "hosts::ranks_of_other_nodes_are_not_accused",
-        leaves_doubt: false,
-        apply: other_node,
+        rule: Arbitration { leaves_doubt: false, apply: other_node },
     },
-    Arbitration {
+    TableRule {
         name: "shared_lock",
         reason: "A rank that waits for a lock shared between processes may wait for another rank.",
         scenario: "processes::a_rank_in_a_shared_lock_waits_for_another_rank",
-        leaves_doubt: true,
-        apply: shared_lock,
+        rule: Arbitration { leaves_doubt: true, apply: shared_lock },
     },
-    Arbitration {
+    TableRule {
         name: "mpi_window",
         reason: "A rank that waits or polls in an MPI window is not the culprit while another member is outside it.",
         scenario: "hosts::a_rank_in_an_mpi_window_is_not_to_blame_for_a_sleeping_member",
-        leaves_doubt: true,
-        apply: mpi_window,
+        rule: Arbitration { leaves_doubt: true, apply: mpi_window },
     },
-    Arbitration {
+    TableRule {
         name: "polling",
         reason: "A rank that polls often, or together with others, may wait for another rank that is known to be stuck.",
         scenario: "hosts::a_polling_rank_is_not_named_beside_one_that_stands_still",
-        leaves_doubt: true,
-        apply: polling,
+        rule: Arbitration { leaves_doubt: true, apply: polling },
     },
-    Arbitration {
+    TableRule {
         name: "progress",
         reason: "A rank that stands still is suspected before a rank that makes progress, and any rank before the network.",
         scenario: "hosts::a_progressing_rank_is_not_to_blame_while_another_stands_still",
-        leaves_doubt: false,
-        apply: progress,
+        rule: Arbitration { leaves_doubt: false, apply: progress },
     },
-    Arbitration {
+    TableRule {
         name: "ended_by_agent",
         reason: "When one rank of a job dies, its agent ends the other ranks.",
         scenario: "hosts::ranks_that_the_agent_ended_are_not_to_blame",
-        leaves_doubt: false,
-        apply: ended_by_the_agent,
+        rule: Arbitration { leaves_doubt: false, apply: ended_by_the_agent },
     },
-    Arbitration {
+    TableRule {
         name: "mismatch",
         reason: "When gloo aborts a rank because a message does not fit, the other ranks notice, and may end as well.",
         scenario: "collectives::a_rank_that_gloo_aborted_is_not_to_blame_for_the_size_of_another",
-        leaves_doubt: false,
-        apply: mismatch,
+        rule: Arbitration { leaves_doubt: false, apply: mismatch },
     },
-    Arbitration {
+    TableRule {
         name: "killed",
         reason: "A rank that ended with an error may have reacted to the death of a rank that was killed.",
         scenario: "hosts::a_killed_rank_is_blamed_before_one_that_ended_with_an_error",
-        leaves_doubt: true,
-        apply: killed,
+        rule: Arbitration { leaves_doubt: true, apply: killed },
     },
-    Arbitration {
+    TableRule {
         name: "few_inside",
         reason: "The few ranks in a collective may have called it too early if all other members are at one place.",
         scenario: "collectives::a_few_ranks_in_a_collective_while_most_wait_elsewhere",
-        leaves_doubt: false,
-        apply: few_inside,
+        rule: Arbitration { leaves_doubt: false, apply: few_inside },
     },
 ];
 
-/// One rule of the second table.
+/// What a rule of the second table does.
 struct Limit {
-    /// Name of the rule.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
-    name: &'static str,
-    /// Why the rule holds.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
-    reason: &'static str,
-    /// The scenario that fails without the rule.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
-    scenario: &'static str,
     /// The highest confidence while the rule applies.
     confidence: Confidence,
     /// Whether the rule applies.
     applies: fn(&Arbitrated<'_, '_>) -> bool,
 }
 
-const LIMITS: &[Limit] = &[
-    Limit {
+const LIMITS: &[TableRule<Limit>] = &[
+    TableRule {
         name: "several_causes",
         reason: "If different rules explain different suspects, only one of the causes may be the first one.",
         scenario: "hosts::different_causes_lower_the_confidence",
-        confidence: Confidence::Medium,
-        applies: several_causes,
+        rule: Limit { confidence: Confidence::Medium, applies: several_causes },
     },
-    Limit {
+    TableRule {
         name: "many_together",
         reason: "Many absent ranks at one place may wait for something that the few waiting ranks have not done.",
         scenario: "transfers::a_majority_may_wait_for_the_few_that_wait_for_it",
-        confidence: Confidence::Medium,
-        applies: many_together,
+        rule: Limit { confidence: Confidence::Medium, applies: many_together },
     },
-    Limit {
+    TableRule {
         name: "missing_at_several_places",
         reason: "Absent ranks at different places may wait for each other in a way that no record shows.",
         scenario: "collectives::ranks_that_are_missing_at_several_places_may_wait_for_each_other",
-        confidence: Confidence::Medium,
-        applies: missing_at_several_places,
+        rule: Limit { confidence: Confidence::Medium, applies: missing_at_several_places },
     },
-    Limit {
+    TableRule {
         name: "assumed_wait",
         reason: "A rank without a stack was only assumed to wait itself, so it may be the culprit.",
         scenario: "hosts::an_assumed_wait_lowers_the_confidence",
-        confidence: Confidence::Medium,
-        applies: assumed_wait,
+        rule: Limit { confidence: Confidence::Medium, applies: assumed_wait },
     },
-    Limit {
+    TableRule {
         name: "overruled",
         reason: "A finding that was overruled may be right after all.",
         scenario: "hosts::a_killed_rank_is_blamed_before_one_that_ended_with_an_error",
-        confidence: Confidence::Medium,
-        applies: |arbitrated| arbitrated.doubt,
+        rule: Limit { confidence: Confidence::Medium, applies: |arbitrated| arbitrated.doubt },
     },
-    Limit {
+    TableRule {
         name: "several_guesses",
         reason: "Each of several ranks without data may be the culprit.",
         scenario: "hosts::several_lost_ranks_have_low_confidence",
-        confidence: Confidence::Low,
-        applies: several_guesses,
+        rule: Limit { confidence: Confidence::Low, applies: several_guesses },
+    },
+];
+
+/// Whether a rule of the third table applies.
+type Difference = fn(&Arbitrated<'_, '_>) -> bool;
+
+/// Why the findings have culprits. If no rule applies, no rank waits for another, and all ranks of
+/// the job are stuck in one way: they wait for something outside the job.
+const DIFFERENCES: &[TableRule<Difference>] = &[
+    TableRule {
+        name: "alone",
+        reason: "The only rank of a job differs from no other, and is the one to look at.",
+        scenario: "hosts::a_manual_dump_does_not_accuse_an_idle_rank",
+        rule: |arbitrated| arbitrated.case.world.views.len() <= 1,
+    },
+    TableRule {
+        name: "not_stuck",
+        reason: "If some ranks are not stuck, or are in an operation, those that are stuck differ from them.",
+        scenario: "hang::all_ranks_in_their_loaders",
+        rule: |arbitrated| {
+            let all = arbitrated.case.world.views.len();
+            arbitrated.findings.len() != all || arbitrated.case.stack_waiters.len() != all
+        },
+    },
+    TableRule {
+        name: "other_rule",
+        reason: "Ranks that are stuck in different ways do not wait for one thing.",
+        scenario: "hang::ranks_that_are_all_stuck_but_not_alike_are_culprits",
+        rule: |arbitrated| arbitrated.primary().count() != arbitrated.findings.len(),
+    },
+    TableRule {
+        name: "inside",
+        reason: "Only a loader, a disk, the kernel or a lock may keep all ranks waiting for something outside the job.",
+        scenario: "hang::ranks_that_are_all_stuck_but_not_alike_are_culprits",
+        rule: |arbitrated| {
+            let cause = arbitrated.findings[0].cause();
+            !matches!(cause, Cause::DataLoader | Cause::StorageIo | Cause::DState | Cause::HostLock)
+        },
     },
 ];
 
@@ -203,7 +209,7 @@ pub(super) fn arbitrate<'c>(case: &'c Case<'c>) -> Arbitrated<'c, 'c> {
     };
     let mut findings: Vec<Ruling<'c>> = case.graph.suspects.iter().filter_map(explain).collect();
     let mut doubt = false;
-    for arbitration in ARBITRATIONS {
+    for TableRule { rule: arbitration, .. } in ARBITRATIONS {
         let before = findings.len();
         (arbitration.apply)(case, &mut findings);
         doubt |= arbitration.leaves_doubt && findings.len() < before;
@@ -216,15 +222,20 @@ pub(super) fn arbitrate<'c>(case: &'c Case<'c>) -> Arbitrated<'c, 'c> {
 
 impl<'s> Arbitrated<'_, 's> {
     /// The findings of the first rule.
-    pub fn primary(&self) -> impl Iterator<Item = &Ruling<'s>> {
+    pub(super) fn primary(&self) -> impl Iterator<Item = &Ruling<'s>> {
         self.findings.iter().take_while(|ruling| ruling.rule == self.findings[0].rule)
     }
 
     /// The lowest confidence of the first rule's findings, lowered by [`LIMITS`].
-    pub fn confidence(&self) -> Confidence {
+    pub(super) fn confidence(&self) -> Confidence {
         let own = self.primary().map(|ruling| ruling.finding.confidence).min().unwrap_or(Confidence::Low);
-        let limits = LIMITS.iter().filter(|limit| (limit.applies)(self));
+        let limits = LIMITS.iter().map(|limit| &limit.rule).filter(|limit| (limit.applies)(self));
         limits.map(|limit| limit.confidence).fold(own, Confidence::min)
+    }
+
+    /// Whether no rank is the culprit because all of them are stuck in one way.
+    pub(super) fn all_stuck_alike(&self) -> bool {
+        !DIFFERENCES.iter().any(|difference| (difference.rule)(self))
     }
 }
 
@@ -366,7 +377,8 @@ mod tests {
 
     #[test]
     fn every_rule_has_a_name_of_its_own_a_reason_and_a_scenario() {
-        assert_table(ARBITRATIONS.iter().map(|rule| (rule.name, rule.reason, rule.scenario)));
-        assert_table(LIMITS.iter().map(|rule| (rule.name, rule.reason, rule.scenario)));
+        assert_table(ARBITRATIONS.iter().map(TableRule::texts));
+        assert_table(LIMITS.iter().map(TableRule::texts));
+        assert_table(DIFFERENCES.iter().map(TableRule::texts));
     }
 }

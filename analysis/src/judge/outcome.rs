@@ -10,7 +10,7 @@ use xpu_timer_proto::{
 
 use crate::{
     case::Case,
-    finding::{Conclusion, Finding, HealthyReason, KnownFacts},
+    finding::{Conclusion, Finding, HealthyReason, KnownFacts, TableRule},
     graph::{ProcessWait, Suspect},
     stacks::{self, Host, Movement, StuckHelper},
     verdict::{Activity, Cause, Confidence, HangEvidence},
@@ -37,46 +37,94 @@ fn unknown(conclusion: Conclusion) -> Outcome {
     Outcome { cause: Cause::Unknown, culprits: Vec::new(), confidence: Confidence::Low, conclusion, main: None }
 }
 
-/// The outcome if no rule explains the incident: what is known.
+/// The outcome, if a rule applies to a case.
+type Conclude = fn(&Case<'_>) -> Option<Outcome>;
+
+/// What is concluded of an incident that no rule of a cause explains. The first rule that applies
+/// counts.
+const UNEXPLAINED: &[TableRule<Conclude>] = &[
+    TableRule {
+        name: "every_rank_moves",
+        reason: "If nothing is pending and every rank makes progress, the job works.",
+        scenario: "hang::a_job_that_reads_or_computes_is_not_a_hang",
+        rule: every_rank_moves,
+    },
+    TableRule {
+        name: "on_demand",
+        reason: "A manual dump without a pending operation and without a stuck rank is probably of a healthy job.",
+        scenario: "devices::a_dump_on_demand_of_a_job_without_a_pending_operation_is_not_a_hang",
+        rule: on_demand,
+    },
+    TableRule {
+        name: "left",
+        reason: "If ranks have ended in order and nobody waits for one, the job is ending.",
+        scenario: "hang::a_job_whose_ranks_end_in_order_is_not_a_hang",
+        rule: left,
+    },
+    TableRule {
+        name: "idle",
+        reason: "If nothing is pending and every rank sleeps or waits for a request, the job may have no work.",
+        scenario: "hang::ranks_that_all_sleep_may_be_idle",
+        rule: may_be_idle,
+    },
+];
+
+/// The outcome if no rule explains the incident.
 pub(super) fn unexplained(case: &Case<'_>) -> Outcome {
+    let found = UNEXPLAINED.iter().find_map(|rule| (rule.rule)(case));
+    found.unwrap_or_else(|| unknown(Conclusion::Unexplained(known_facts(case))))
+}
+
+fn nothing_pending(case: &Case<'_>) -> bool {
+    case.graph.events.is_empty()
+}
+
+fn have_stacks(case: &Case<'_>) -> bool {
+    !case.world.views.is_empty() && case.world.views.iter().all(|view| view.host.stack)
+}
+
+fn every_rank_moves(case: &Case<'_>) -> Option<Outcome> {
+    // A thread may wait for its device in a busy loop of the driver, which is not progress.
+    let quiet = matches!(case.trigger_kind(), TriggerKind::Idle | TriggerKind::Heartbeat);
+    let spins = |view: &RankView<'_>| quiet && view.host.observed.activity == Activity::DeviceWait;
+    let progresses = |view: &RankView<'_>| {
+        view.host.moved.is_some_and(|moved| if spins(view) { moved.own_frame || moved.io } else { moved.is_progress() })
+    };
+    (nothing_pending(case) && have_stacks(case) && case.world.views.iter().all(progresses))
+        .then(|| not_a_hang(HealthyReason::EveryRankMoves, Confidence::Medium))
+}
+
+fn on_demand(case: &Case<'_>) -> Option<Outcome> {
+    (nothing_pending(case) && have_stacks(case) && case.trigger_kind() == TriggerKind::Manual)
+        .then(|| not_a_hang(HealthyReason::NothingPending, Confidence::Low))
+}
+
+fn left(case: &Case<'_>) -> Option<Outcome> {
     let views = &case.world.views;
-    let kind = case.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
-    let stacks = views.iter().filter(|view| view.host.stack).count();
-    let nothing_pending = case.graph.events.is_empty();
-    if !views.is_empty() && nothing_pending && stacks == views.len() {
-        // A thread may wait for its device in a busy loop of the driver, which is not progress.
-        let quiet = matches!(kind, TriggerKind::Idle | TriggerKind::Heartbeat);
-        let spins = |view: &RankView<'_>| quiet && view.host.observed.activity == Activity::DeviceWait;
-        let progresses = |view: &RankView<'_>| {
-            view.host
-                .moved
-                .is_some_and(|moved| if spins(view) { moved.own_frame || moved.io } else { moved.is_progress() })
-        };
-        if views.iter().all(progresses) {
-            return not_a_hang(HealthyReason::EveryRankMoves, Confidence::Medium);
-        }
-        if kind == TriggerKind::Manual {
-            return not_a_hang(HealthyReason::NothingPending, Confidence::Low);
-        }
-    }
     let done: Vec<usize> = (0..views.len()).filter(|rank_index| ended_in_order(case, *rank_index)).collect();
     let comes = |view: &RankView<'_>| !view.halted() && view.host.observed.activity == Activity::CommInit;
-    if !done.is_empty() && nothing_pending && !views.iter().any(|view| view.unseen() || comes(view)) {
-        return not_a_hang(HealthyReason::Left(done), Confidence::Medium);
-    }
-    if nothing_pending && is_idle(case) {
-        return unknown(Conclusion::MayBeIdle { together: all_at_one_place(case) });
-    }
-    let unseen: Vec<usize> = (0..views.len()).filter(|rank_index| views[*rank_index].unseen()).collect();
+    (!done.is_empty() && nothing_pending(case) && !views.iter().any(|view| view.unseen() || comes(view)))
+        .then(|| not_a_hang(HealthyReason::Left(done), Confidence::Medium))
+}
+
+fn may_be_idle(case: &Case<'_>) -> Option<Outcome> {
+    (nothing_pending(case) && is_idle(case))
+        .then(|| unknown(Conclusion::MayBeIdle { together: all_at_one_place(case) }))
+}
+
+/// What is known of a job whose stop nothing explains.
+fn known_facts(case: &Case<'_>) -> KnownFacts {
+    let views = &case.world.views;
+    let stacks = views.iter().filter(|view| view.host.stack).count();
+    let unseen = || (0..views.len()).filter(|rank_index| views[*rank_index].unseen()).collect();
     let busiest = || case.graph.events.iter().copied().max_by_key(|event| case.graph.waiters_of(*event).len());
-    let known = match (views.len(), nothing_pending) {
+    match (views.len(), nothing_pending(case)) {
         (0, _) => KnownFacts::NoRank,
         (_, true) if stacks == 0 => KnownFacts::NoStack,
         (_, true) if all_at_one_place(case) => KnownFacts::Together,
         (_, true) => KnownFacts::Stacks(stacks),
-        (_, false) => KnownFacts::Pending { busiest: busiest(), unseen },
-    };
-    unknown(Conclusion::Unexplained(known))
+        (_, false) => KnownFacts::Pending { busiest: busiest(), unseen: unseen() },
+    }
 }
 
 /// Whether all ranks of a job of several are at one known place.
@@ -133,66 +181,210 @@ pub(super) fn waiting(case: &Case<'_>) -> BTreeSet<usize> {
     waiting
 }
 
+/// The outcome of a case, as the rules about its hang see it.
+struct Judged<'c, 'a> {
+    case: &'c Case<'a>,
+    outcome: &'c Outcome,
+    /// The confidence by the rules alone.
+    strength: Confidence,
+    /// Number of ranks that wait for the culprits.
+    victims: usize,
+    /// The processes of [`Conclusion::culprit_processes`].
+    processes: BTreeSet<usize>,
+}
+
+/// The evidence that a rule sees if it applies.
+struct HangRule {
+    evidence: HangEvidence,
+    applies: fn(&Judged<'_, '_>) -> bool,
+}
+
+/// Whether the job hangs. The first rule that applies decides. Without one, nothing shows a hang.
+const HANG_RULES: &[TableRule<HangRule>] = &[
+    TableRule {
+        name: "healthy_cause",
+        reason: "A job whose ranks compute, compile or collect garbage goes on by itself.",
+        scenario: "processes::a_busy_process_does_not_prove_a_hang",
+        rule: HangRule {
+            evidence: HangEvidence::None,
+            applies: |judged| {
+                let cause = judged.outcome.cause;
+                matches!(cause, Cause::NotAHang | Cause::LongStep | Cause::Compile | Cause::PythonGc)
+            },
+        },
+    },
+    TableRule {
+        name: "culprit_progresses",
+        reason: "A culprit that makes progress may release the others, unless they also wait for one that stands still.",
+        scenario: "hang::ranks_that_wait_for_a_rank_using_its_device_do_not_hang",
+        rule: HangRule { evidence: HangEvidence::None, applies: culprit_progresses },
+    },
+    TableRule {
+        name: "seen_once",
+        reason: "Of a process that is in only one of the samples, nothing shows that it stands still.",
+        scenario: "hang::a_process_in_only_one_of_the_samples_does_not_prove_a_hang",
+        rule: HangRule {
+            evidence: HangEvidence::None,
+            applies: |judged| judged.hosts().any(|host| host.moved.is_none() && !host.halted()),
+        },
+    },
+    TableRule {
+        name: "pending_operation",
+        reason: "An operation that has been pending for longer than the timeout, and that something explains, hangs.",
+        scenario: "hang::an_operation_that_is_pending_past_the_timeout_is_a_hang",
+        rule: HangRule { evidence: HangEvidence::PendingOperation, applies: operation_is_overdue },
+    },
+    TableRule {
+        name: "on_demand",
+        reason: "A manual dump may be of a healthy job, whose ranks wait for each other all the time.",
+        scenario: "hang::an_operation_that_is_pending_past_the_timeout_is_a_hang",
+        rule: HangRule {
+            evidence: HangEvidence::None,
+            applies: |judged| judged.case.trigger_kind() == TriggerKind::Manual,
+        },
+    },
+    TableRule {
+        name: "open_end",
+        reason: "A chain that ends nowhere, or in a process that may move, proves nothing.",
+        scenario: "hang::a_job_that_waits_for_work_is_not_a_hang",
+        rule: HangRule { evidence: HangEvidence::None, applies: |judged| !judged.ends_still() },
+    },
+    TableRule {
+        name: "victims",
+        reason: "Ranks that wait for a rank that stands still do not continue.",
+        scenario: "hang::a_chain_that_ends_in_a_dead_rank_is_a_hang",
+        rule: HangRule { evidence: HangEvidence::WaitChain, applies: |judged| judged.victims > 0 },
+    },
+    TableRule {
+        name: "gil_deadlock",
+        reason: "No thread of a rank gets the GIL while its holder waits for another of them.",
+        scenario: "processes::a_gil_deadlock_is_found_although_the_main_thread_seems_idle",
+        rule: HangRule {
+            evidence: HangEvidence::WaitChain,
+            applies: |judged| judged.outcome.cause == Cause::GilDeadlock,
+        },
+    },
+    TableRule {
+        name: "cycle",
+        reason: "Processes that wait for each other never continue.",
+        scenario: "processes::ranks_of_a_silent_job_that_wait_for_each_other_hang",
+        rule: HangRule { evidence: HangEvidence::WaitChain, applies: |judged| judged.outcome.conclusion.is_cycle() },
+    },
+    TableRule {
+        name: "locked_in",
+        reason: "A lock that only the rank's own threads could release stays locked if none of them will.",
+        scenario: "hang::a_silent_rank_hangs_if_only_its_own_threads_could_wake_it",
+        rule: HangRule {
+            evidence: HangEvidence::WaitChain,
+            applies: |judged| {
+                matches!(judged.outcome.cause, Cause::HostLock | Cause::Teardown)
+                    && judged.any_culprit(|case, rank_index| case.graph.is_locked_in(rank_index))
+            },
+        },
+    },
+    TableRule {
+        name: "unread_write",
+        reason: "A rank that waits for a thread of its own whose bytes nobody takes does not continue.",
+        scenario: "hang::a_silent_rank_hangs_if_only_its_own_threads_could_wake_it",
+        rule: HangRule {
+            evidence: HangEvidence::WaitChain,
+            applies: |judged| {
+                let writes = |helper: StuckHelper| helper.pid == 0 && helper.is_in_write();
+                judged.outcome.cause == Cause::HostLock
+                    && judged.any_culprit(|case, rank_index| case.stuck_helper(rank_index).is_some_and(writes))
+            },
+        },
+    },
+    TableRule {
+        name: "storage",
+        reason: "Storage that does not answer keeps a rank, whether or not others wait for that rank.",
+        scenario: "hang::a_process_that_stands_in_storage_is_not_at_rest",
+        rule: HangRule {
+            evidence: HangEvidence::WaitChain,
+            applies: |judged| {
+                judged.outcome.cause == Cause::StorageIo
+                    && judged.any_culprit(|case, rank_index| stands_in_storage(&case.view(rank_index).host))
+            },
+        },
+    },
+    TableRule {
+        name: "own_process",
+        reason: "A process of its own that can never answer keeps a rank for ever.",
+        scenario: "hang::a_silent_rank_that_waits_for_a_process_of_its_own_hangs_if_that_can_never_answer",
+        rule: HangRule {
+            evidence: HangEvidence::WaitChain,
+            applies: |judged| {
+                let is_behind = |wait: &ProcessWait| wait.is_own && wait.proves_hang();
+                judged.outcome.cause != Cause::StorageIo
+                    && judged.any_culprit(|case, rank_index| case.graph.process_wait(rank_index).is_some_and(is_behind))
+            },
+        },
+    },
+    TableRule {
+        name: "certain_cause",
+        reason: "A loader, a kernel or a lock that certainly keeps a rank keeps it whether or not others wait for it.",
+        scenario: "hang::a_rank_alone_in_uninterruptible_sleep_hangs",
+        rule: HangRule {
+            evidence: HangEvidence::WaitChain,
+            applies: |judged| {
+                matches!(judged.outcome.cause, Cause::DataLoader | Cause::DState | Cause::HostLock)
+                    && judged.strength == Confidence::High
+            },
+        },
+    },
+];
+
 /// The evidence that the job hangs. `XPU_TIMER_HANG_KILL` ends ranks and `XPU_TIMER_COMMON_HANG`
 /// rises only on a verdict with such evidence. The cause and its confidence alone are not enough.
+///
+/// A silent rank that waits for its device proves nothing by itself: a compiled training loop is
+/// one call of an hour.
 ///
 /// `strength` is the confidence by the rules alone, and `victims` the number of ranks that wait for
 /// the culprits.
 pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confidence, victims: usize) -> HangEvidence {
-    let (cause, culprits) = (outcome.cause, &outcome.culprits);
-    let is_progress = matches!(cause, Cause::NotAHang | Cause::LongStep | Cause::Compile | Cause::PythonGc);
-    let progresses = |rank_index: &usize| makes_progress(case, *rank_index);
-    // The others wait for a culprit that is certain to stand still, whatever another culprit does.
+    let judged = Judged { case, outcome, strength, victims, processes: outcome.conclusion.culprit_processes() };
+    let found = HANG_RULES.iter().map(|rule| &rule.rule).find(|rule| (rule.applies)(&judged));
+    found.map_or(HangEvidence::None, |rule| rule.evidence)
+}
+
+impl Judged<'_, '_> {
+    /// The culprits that are no ranks.
+    fn hosts(&self) -> impl Iterator<Item = &Host> {
+        self.processes.iter().map(|process| &self.case.world.processes[*process].host)
+    }
+
+    fn any_culprit(&self, property: impl Fn(&Case<'_>, usize) -> bool) -> bool {
+        self.outcome.culprits.iter().any(|rank_index| property(self.case, *rank_index))
+    }
+
+    /// Whether there are culprits, and all of them stand still.
+    fn ends_still(&self) -> bool {
+        let is_known = !self.outcome.culprits.is_empty() || !self.processes.is_empty();
+        is_known && !self.any_culprit(|case, rank_index| !stands_still(case, rank_index)) && self.hosts().all(is_still)
+    }
+}
+
+/// A culprit makes progress, and the others wait for no other culprit that is certain to stand
+/// still.
+fn culprit_progresses(judged: &Judged<'_, '_>) -> bool {
+    let progresses = |rank_index: &usize| makes_progress(judged.case, *rank_index);
     let is_certain = |finding: &Finding| {
         finding.confidence == Confidence::High
             && !finding.culprits.is_empty()
             && !finding.culprits.iter().any(progresses)
     };
-    let stands = outcome.conclusion.findings().iter().any(is_certain);
-    // Of a process that is in only one of the samples, nothing shows that it stands still.
-    let processes = outcome.conclusion.culprit_processes();
-    let is_seen_once = |process: &usize| {
-        let host = &case.world.processes[*process].host;
-        host.moved.is_none() && !host.halted()
-    };
-    if is_progress || !stands && culprits.iter().any(progresses) || processes.iter().any(is_seen_once) {
-        return HangEvidence::None;
-    }
-    // Without an explanation, the operation must be in the wait-for graph. For example, a server
-    // that waits for a key of a store may only wait for its next request.
-    let is_explained = cause != Cause::Unknown || !case.graph.events.is_empty();
-    let timeout_ns = case.evidence.hang_timeout_ns.max(1);
-    if is_explained && case.world.views.iter().any(|view| !view.dead() && view.oldest_pending_ns() >= timeout_ns) {
-        return HangEvidence::PendingOperation;
-    }
-    // A manual dump may be of a healthy job, whose ranks wait for each other all the time.
-    if case.evidence.trigger.as_ref().is_some_and(|trigger| trigger.kind() == TriggerKind::Manual) {
-        return HangEvidence::None;
-    }
-    // Within one rank the chain leads to a thread, a worker process or the kernel.
-    let inside = cause == Cause::GilDeadlock
-        || outcome.conclusion.is_cycle()
-        || culprits.iter().any(|rank_index| stands_inside(case, *rank_index, cause))
-        || matches!(cause, Cause::DataLoader | Cause::DState | Cause::HostLock) && strength == Confidence::High;
-    let is_known = !culprits.is_empty() || !processes.is_empty();
-    let ends = is_known
-        && culprits.iter().all(|rank_index| stands_still(case, *rank_index))
-        && processes.iter().all(|process| is_still(&case.world.processes[*process].host));
-    if ends && (victims > 0 || inside) { HangEvidence::WaitChain } else { HangEvidence::None }
+    judged.outcome.culprits.iter().any(progresses) && !judged.outcome.conclusion.findings().iter().any(is_certain)
 }
 
-/// A silent rank waits for a process of its own that can never answer, for a lock that only its own
-/// threads could release and none of them will, or for storage. A wait for its device proves
-/// nothing by itself: a compiled training loop is one call of an hour.
-fn stands_inside(case: &Case<'_>, rank_index: usize, cause: Cause) -> bool {
-    let by_process = |wait: &ProcessWait| wait.is_own && wait.proves_hang();
-    let writes = |helper: StuckHelper| helper.pid == 0 && helper.is_in_write();
-    match cause {
-        Cause::HostLock | Cause::Teardown if case.graph.is_locked_in(rank_index) => true,
-        Cause::StorageIo => stands_in_storage(&case.view(rank_index).host),
-        Cause::HostLock if case.stuck_helper(rank_index).is_some_and(writes) => true,
-        _ => case.graph.process_wait(rank_index).is_some_and(by_process),
-    }
+/// Whether an operation has been pending for longer than the timeout. If nothing explains it, it
+/// must be in the wait-for graph: a server that waits for a key of a store may only wait for its
+/// next request.
+fn operation_is_overdue(judged: &Judged<'_, '_>) -> bool {
+    let case = judged.case;
+    let is_explained = judged.outcome.cause != Cause::Unknown || !nothing_pending(case);
+    let timeout_ns = case.evidence.hang_timeout_ns.max(1);
+    is_explained && case.world.views.iter().any(|view| !view.dead() && view.oldest_pending_ns() >= timeout_ns)
 }
 
 /// Whether a process for which nobody is known to wait stands in storage. One that reads a FIFO may
@@ -259,4 +451,16 @@ fn stands_still(case: &Case<'_>, rank_index: usize) -> bool {
 
 fn is_still(host: &Host) -> bool {
     host.stopped() || host.gone() || host.moved.is_some_and(|moved| !moved.is_progress())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scenarios::assert_table;
+
+    #[test]
+    fn every_rule_has_a_name_of_its_own_a_reason_and_a_scenario() {
+        assert_table(UNEXPLAINED.iter().map(TableRule::texts));
+        assert_table(HANG_RULES.iter().map(TableRule::texts));
+    }
 }

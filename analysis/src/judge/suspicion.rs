@@ -11,26 +11,15 @@ use super::outcome::{ended_in_order, is_idle, is_served, uses_device};
 use crate::{
     case::{Case, Position},
     facts,
+    finding::TableRule,
     graph::Suspect,
     kernels,
     store::OtherNumber,
     verdict::Activity,
 };
 
-/// One rule of the table.
-struct Suspicion {
-    /// Name of the rule.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
-    name: &'static str,
-    /// Why the rule holds.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
-    reason: &'static str,
-    /// The scenario that fails without the rule.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
-    scenario: &'static str,
-    /// The suspects, if the rule applies.
-    find: fn(&Ranks<'_, '_>) -> Option<Suspects>,
-}
+/// Finds the suspects, if the rule applies.
+type Find = fn(&Ranks<'_, '_>) -> Option<Suspects>;
 
 /// What a rule found.
 struct Suspects {
@@ -57,91 +46,91 @@ struct Ranks<'c, 'a> {
     unlocked: Vec<usize>,
 }
 
-const SUSPICIONS: &[Suspicion] = &[
-    Suspicion {
+const SUSPICIONS: &[TableRule<Find>] = &[
+    TableRule {
         name: "halted",
         reason: "A rank that cannot run is suspected first, unless it exited normally.",
         scenario: "hosts::a_death_is_reported_before_any_rank_waits",
-        find: halted,
+        rule: halted,
     },
-    Suspicion {
+    TableRule {
         name: "stuck_process",
         reason: "A rank that waits for another process that cannot continue is suspected, whatever the other ranks do.",
         scenario: "processes::a_server_at_rest_is_idle_and_a_stopped_one_is_not",
-        find: stuck_process,
+        rule: stuck_process,
     },
-    Suspicion {
+    TableRule {
         name: "rank_cycle",
         reason: "Ranks that wait for messages of each other, and for nobody else, never continue.",
         scenario: "processes::ranks_of_a_silent_job_that_wait_for_each_other_hang",
-        find: rank_cycle,
+        rule: rank_cycle,
     },
-    Suspicion {
+    TableRule {
         name: "gil_deadlock",
         reason: "A rank whose threads wait for the GIL while its holder is blocked is stuck, whatever its main thread does.",
         scenario: "processes::a_gil_deadlock_is_found_although_the_main_thread_seems_idle",
-        find: gil_deadlock,
+        rule: gil_deadlock,
     },
-    Suspicion {
+    TableRule {
         name: "outside_graph",
         reason: "A graph that most ranks have launched may contain collectives that the other ranks have not launched.",
         scenario: "devices::one_rank_has_not_launched_its_graph",
-        find: outside_graph,
+        rule: outside_graph,
     },
-    Suspicion {
+    TableRule {
         name: "pending_kernel",
         reason: "A kernel or graph that was pending when the incident opened may be stuck.",
         scenario: "devices::a_job_of_one_rank",
-        find: pending_kernel,
+        rule: pending_kernel,
     },
-    Suspicion {
+    TableRule {
         name: "key_owner",
         reason: "Ranks wait for a key in the store, and the key names the rank that has to set it.",
         scenario: "collectives::a_key_in_the_store_may_name_its_rank",
-        find: key_owner,
+        rule: key_owner,
     },
-    Suspicion {
+    TableRule {
         name: "other_number",
         reason: "If all ranks wait for keys that differ in a number, the few with another number are suspected.",
         scenario: "collectives::ranks_that_wait_for_another_number_of_a_barrier",
-        find: other_number,
+        rule: other_number,
     },
-    Suspicion {
+    TableRule {
         name: "not_waiting",
         reason: "Some ranks wait for the device in a healthy job too, so ranks that stand still are suspected first.",
         scenario: "hosts::a_job_without_recorded_collectives_is_judged_by_its_stacks",
-        find: not_waiting,
+        rule: not_waiting,
     },
-    Suspicion {
+    TableRule {
         name: "manual",
         reason: "A manual dump may show a healthy job, in which a rank that stands still is not suspected.",
         scenario: "hosts::a_manual_dump_does_not_accuse_an_idle_rank",
-        find: manual,
+        rule: manual,
     },
-    Suspicion {
+    TableRule {
         name: "fewer_launches",
         reason: "If all ranks wait for their devices, the few that have launched a kernel less often are suspected.",
         scenario: "devices::all_ranks_wait_for_their_devices_and_one_has_launched_less",
-        find: fewer_launches,
+        rule: fewer_launches,
     },
-    Suspicion {
+    TableRule {
         name: "device_wait",
         reason: "A job of one rank that has waited for its device for longer than the timeout waits for an operation \
                  that was not recorded.",
         scenario: "devices::a_job_of_one_rank_waits_for_a_kernel_that_was_not_recorded",
-        find: device_wait,
+        rule: device_wait,
     },
-    Suspicion {
+    TableRule {
         name: "minority_place",
         reason: "If no rank is stuck in a known way, the few that stand still elsewhere than most ranks are suspected.",
         scenario: "hang::a_minority_at_another_place_is_named_in_a_job_that_stands_still",
-        find: minority_place,
+        rule: minority_place,
     },
-    Suspicion {
+    TableRule {
         name: "stuck",
         reason: "A rank that is stuck in a known way is suspected even if no rank waits for it.",
         scenario: "hang::all_ranks_in_their_loaders",
-        find: stuck,
+        rule: stuck,
     },
 ];
 
@@ -149,7 +138,7 @@ const SUSPICIONS: &[Suspicion] = &[
 pub(super) fn suspects(case: &mut Case<'_>) -> Vec<Suspect> {
     let found = {
         let ranks = Ranks::of(case);
-        SUSPICIONS.iter().find_map(|suspicion| (suspicion.find)(&ranks))
+        SUSPICIONS.iter().find_map(|suspicion| (suspicion.rule)(&ranks))
     };
     let Some(Suspects { suspects, waiters }) = found else { return Vec::new() };
     case.stack_waiters = waiters;
@@ -160,7 +149,7 @@ pub(super) fn suspects(case: &mut Case<'_>) -> Vec<Suspect> {
 
 impl<'c, 'a> Ranks<'c, 'a> {
     fn of(case: &'c Case<'a>) -> Self {
-        let kind = case.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
+        let kind = case.trigger_kind();
         let known = |index: &usize| case.view(*index).host.stack && !case.view(*index).halted();
         let (waiting, others): (Vec<usize>, Vec<usize>) =
             (0..case.world.views.len()).filter(known).partition(|index| waits(case, *index));
@@ -386,6 +375,6 @@ mod tests {
 
     #[test]
     fn every_rule_has_a_name_of_its_own_a_reason_and_a_scenario() {
-        assert_table(SUSPICIONS.iter().map(|rule| (rule.name, rule.reason, rule.scenario)));
+        assert_table(SUSPICIONS.iter().map(TableRule::texts));
     }
 }

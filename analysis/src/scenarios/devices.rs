@@ -222,6 +222,34 @@ fn a_dump_on_demand_of_a_healthy_job_is_not_a_hang() {
 }
 
 #[test]
+fn a_dump_on_demand_of_a_job_without_a_pending_operation_is_not_a_hang() {
+    let mut job = Job::with_world(4, 30);
+    job.trigger(TriggerKind::Manual);
+    (0..4).for_each(|rank| job.set_stack(rank, Stack::sleep()));
+    let verdict = job.judge();
+    expect(&verdict, Cause::NotAHang, &[], Confidence::Low);
+    assert!(verdict.sentence.contains("no operation is pending on any rank"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_rank_that_cannot_run_or_is_unknown_counts_although_the_operations_are_young() {
+    let judged = |change: &dyn Fn(&mut Job)| {
+        let mut job = Job::with_world(4, 30);
+        job.trigger(TriggerKind::Manual);
+        for rank in [0, 1, 3] {
+            job.enter_with(0x77, rank, Op::AllReduce, |operation| operation.entered_ns += 59 * SECOND + SECOND / 2);
+        }
+        change(&mut job);
+        let verdict = job.judge();
+        (verdict.cause, verdict.culprits)
+    };
+    assert_eq!(judged(&|_| ()), (Cause::NotAHang, vec![]));
+    let stopped = judged(&|job| job.set_stack(2, Stack::sleep().state("T (stopped)", "")));
+    assert_eq!(stopped, (Cause::ProcessStopped, vec![2]));
+    assert_eq!(judged(&|job| job.lost(2)), (Cause::MissingRank, vec![2]));
+}
+
+#[test]
 fn a_dump_on_demand_of_a_young_hang_is_a_hang() {
     let mut job = queued(2);
     job.evidence.hang_timeout_ns = 600 * SECOND;
@@ -410,8 +438,8 @@ fn a_kernel_left_out_on_another_stream_is_found_by_its_launches() {
     job.flight(1).operations[1].started_ns = 0;
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
-    let said = format!("Rank 2 has launched {PUT} 41 times on stream 0x7f12, ranks 0-1, 3 42 times; it is at");
-    assert!(verdict.sentence.starts_with(&said), "{}", verdict.sentence);
+    let beginning = format!("Rank 2 has launched {PUT} 41 times on stream 0x7f12, ranks 0-1, 3 42 times; it is at");
+    assert!(verdict.sentence.starts_with(&beginning), "{}", verdict.sentence);
     assert_eq!(verdict.victims, [0, 1, 3]);
 }
 

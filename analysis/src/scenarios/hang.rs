@@ -40,6 +40,7 @@ fn hang(job: &Job) -> HangEvidence {
 fn a_job_that_reads_or_computes_is_not_a_hang() {
     let reads = || Stack::checkpoint().moving_bytes(1 << 30);
     assert_eq!(hang(&quiet(|_| reads())), HangEvidence::None, "all ranks read their shards");
+    expect(&quiet(|_| reads()).judge(), Cause::NotAHang, &[], Confidence::Medium);
     assert_eq!(hang(&quiet(|rank| if rank == 0 { reads() } else { Stack::sleep() })), HangEvidence::None);
     let evaluates = || Stack::sleep().busy(5 * SECOND).was_at("evaluate", "/job/train.py:98");
     assert_eq!(hang(&quiet(|_| evaluates())), HangEvidence::None, "all ranks evaluate on their processors");
@@ -299,6 +300,27 @@ fn all_ranks_in_their_loaders() {
 }
 
 #[test]
+fn ranks_that_are_all_stuck_but_not_alike_are_culprits() {
+    let verdict = quiet(|rank| if rank < 2 { Stack::loader() } else { Stack::checkpoint() }).judge();
+    assert_eq!(verdict.culprits, [0, 1, 2, 3], "{}", verdict.sentence);
+    let ends = || {
+        let library = "/v/site-packages/torch/distributed/distributed_c10d.py:9";
+        let python = [("destroy_process_group", library), ("main", "/job/train.py:9")];
+        Stack::new(&python, &["sem_wait", "ncclCommDestroy"])
+    };
+    let verdict = quiet(|_| ends()).judge();
+    assert_eq!((verdict.cause, verdict.culprits), (Cause::Teardown, vec![0, 1, 2, 3]), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_job_whose_ranks_end_in_order_is_not_a_hang() {
+    let mut job = quiet(|_| Stack::sleep());
+    job.trigger(TriggerKind::Death);
+    job.dies(0, "exit code 0");
+    expect(&job.judge(), Cause::NotAHang, &[], Confidence::Medium);
+}
+
+#[test]
 fn all_ranks_ask_a_server_that_does_not_answer() {
     let mut job = Job::new(4);
     job.trigger(TriggerKind::Idle);
@@ -532,6 +554,15 @@ fn a_process_in_only_one_of_the_samples_does_not_prove_a_hang() {
     let of_process = |job: &mut Job| job.evidence.processes[0].dump.as_mut().expect("a dump").first_sample = None;
     assert_eq!(judged(&|_| ()), (Cause::MissingRank, HangEvidence::PendingOperation, vec![1050]));
     assert_eq!(judged(&of_process), (Cause::MissingRank, HangEvidence::None, vec![1050]));
+}
+
+#[test]
+fn a_rank_alone_in_uninterruptible_sleep_hangs() {
+    let mut job = Job::with_world(1, 30);
+    job.trigger(TriggerKind::Idle);
+    job.set_stack(0, Stack::checkpoint().state("D (disk sleep)", "nfs_wait_bit"));
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, verdict.hang), (Cause::DState, HangEvidence::WaitChain), "{}", verdict.sentence);
 }
 
 #[test]

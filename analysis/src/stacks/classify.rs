@@ -179,8 +179,8 @@ fn collects(thread: &Thread<'_>) -> Option<String> {
         .functions()
         .find(|function| patterns::GC_NATIVE.contains(&function.split('.').next().unwrap_or(function)));
     // A stripped interpreter has no names for the collector, but a flag in its memory.
-    let said = || thread.python.is_some_and(|thread| thread.collects_garbage).then_some("the garbage collector");
-    named.or_else(said).map(str::to_owned)
+    let collecting = || thread.python.is_some_and(|thread| thread.collects_garbage).then_some("the garbage collector");
+    named.or_else(collecting).map(str::to_owned)
 }
 
 fn compiles(thread: &Thread<'_>) -> Option<String> {

@@ -50,19 +50,19 @@ impl StuckHelper {
     }
 
     /// Whether its process is dead.
-    pub fn is_dead(&self) -> bool {
+    pub(crate) fn is_dead(&self) -> bool {
         self.state == DEAD
     }
 
     /// Whether it hands over bytes that nobody takes.
-    pub fn is_in_write(&self) -> bool {
+    pub(crate) fn is_in_write(&self) -> bool {
         let function = self.state.strip_prefix(INSIDE).and_then(|words| words.split_whitespace().next());
         function.is_some_and(is_send)
     }
 
     /// Whether it cannot continue by itself: dead, stopped, or inside I/O. A helper in other code
     /// may be at work.
-    pub fn is_stuck(&self) -> bool {
+    pub(crate) fn is_stuck(&self) -> bool {
         [DEAD, STOPPED, INSIDE].iter().any(|words| self.state.starts_with(words))
     }
 }
@@ -411,7 +411,7 @@ pub(crate) struct GilHolder {
 
 impl GilHolder {
     /// Whether threads wait for the GIL, so that it is known to hold them up.
-    pub fn has_waiters(&self) -> bool {
+    pub(crate) fn has_waiters(&self) -> bool {
         self.waiting > 0
     }
 }

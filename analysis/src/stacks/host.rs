@@ -41,17 +41,17 @@ pub(crate) struct Sample<'a> {
 
 impl<'a> Sample<'a> {
     /// The native stack of a thread.
-    pub fn native_of(self, tid: u32) -> Option<&'a PstackStacktrace> {
+    pub(crate) fn native_of(self, tid: u32) -> Option<&'a PstackStacktrace> {
         self.native.iter().find(|thread| thread.pid == tid)
     }
 
     /// The Python stack of a thread.
-    pub fn python_of(self, tid: u32) -> Option<&'a PySpyStacktrace> {
+    pub(crate) fn python_of(self, tid: u32) -> Option<&'a PySpyStacktrace> {
         self.python.iter().find(|thread| thread.os_thread_id == tid)
     }
 
     /// False if only the state of the process could be read.
-    pub fn has_stacks(&self) -> bool {
+    pub(crate) fn has_stacks(&self) -> bool {
         !(self.native.is_empty() && self.python.is_empty())
     }
 }
@@ -121,7 +121,7 @@ pub(crate) struct Movement {
 impl Movement {
     /// Whether anything makes progress: the process computes, bytes flow, or the program reached
     /// another line.
-    pub fn is_progress(self) -> bool {
+    pub(crate) fn is_progress(self) -> bool {
         self.is_busy() || self.io || self.own_frame
     }
 
@@ -192,28 +192,28 @@ pub(crate) struct ThreadWait {
 
 impl Host {
     /// Stopped by a signal (`T`) or a tracer (`t`), or frozen with its control group (`F`).
-    pub fn stopped(&self) -> bool {
+    pub(crate) fn stopped(&self) -> bool {
         self.state.starts_with(['T', 't', 'F'])
     }
 
     /// A zombie, or gone.
-    pub fn gone(&self) -> bool {
+    pub(crate) fn gone(&self) -> bool {
         self.state.starts_with(['Z', 'X', 'x'])
     }
 
     /// It cannot run, whatever its stacks show.
-    pub fn halted(&self) -> bool {
+    pub(crate) fn halted(&self) -> bool {
         self.gone() || self.stopped() || self.d_sleep.as_ref().is_some_and(|sleep| sleep.main)
     }
 
     /// A thread of the program moves bytes of a file or a FIFO that no other process has open.
-    pub fn has_thread_in_storage(&self) -> bool {
+    pub(crate) fn has_thread_in_storage(&self) -> bool {
         self.thread_waits.iter().any(|wait| wait.own && is_storage(&wait.awaited, self.pid))
     }
 
     /// The main thread, or a thread for which it may wait, moves bytes of a file or a FIFO that no
     /// other process has open, and did not run between the samples.
-    pub fn stands_in_storage(&self) -> bool {
+    pub(crate) fn stands_in_storage(&self) -> bool {
         let moves = self.observed.activity == Activity::Io && self.same_in_both;
         // Who opens a FIFO may wait for a person.
         let opens = self.location.native.as_deref().is_some_and(|native| strip_variant(native).starts_with("open"));
@@ -224,7 +224,7 @@ impl Host {
 
     /// The main thread waits for a message that only its own threads can send. An event loop polls
     /// a pair of sockets of its own all the time.
-    pub fn waits_for_itself(&self) -> bool {
+    pub(crate) fn waits_for_itself(&self) -> bool {
         let is_own = |awaited: &Awaited| {
             matches!(awaited.kind(), AwaitedKind::Socket | AwaitedKind::Pipe)
                 && !awaited.name.starts_with(LISTENS)
@@ -236,14 +236,14 @@ impl Host {
     }
 
     /// The main thread reads from one pipe or socket, and does not poll.
-    pub fn reads_one_stream(&self) -> bool {
+    pub(crate) fn reads_one_stream(&self) -> bool {
         let polls = self.location.native.as_deref().is_none_or(is_poll);
         let kind = self.awaited.as_ref().map(Awaited::kind);
         matches!(kind, Some(AwaitedKind::Pipe | AwaitedKind::Socket)) && !polls
     }
 
     /// The main thread waits for the end of a child, or polls pipes that only its children have.
-    pub fn waits_for_children(&self) -> bool {
+    pub(crate) fn waits_for_children(&self) -> bool {
         let polls = self.location.native.as_deref().is_some_and(is_poll);
         let of_children = |awaited: &Awaited| match awaited.kind() {
             AwaitedKind::Child => true,
@@ -257,14 +257,14 @@ impl Host {
 
     /// It serves clients in threads other than the main one, and runs no code of the program: a
     /// manager of Python's multiprocessing.
-    pub fn only_serves(&self) -> bool {
+    pub(crate) fn only_serves(&self) -> bool {
         self.location.python.is_none()
             && self.thread_waits.iter().any(|wait| wait.awaited.name.starts_with(LISTENS))
             && self.thread_waits.iter().all(|wait| !wait.own)
     }
 
     /// Nothing proves that it makes progress.
-    pub fn frozen(&self) -> bool {
+    pub(crate) fn frozen(&self) -> bool {
         !self.moved.is_some_and(Movement::is_progress)
     }
 }

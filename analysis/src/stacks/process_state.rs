@@ -32,7 +32,7 @@ pub(crate) enum ProcessState {
 
 impl ProcessState {
     /// The state of a process, with the holder of its GIL if that is deadlocked.
-    pub fn of(host: &Host, gil_holder: Option<&GilHolder>) -> Self {
+    pub(crate) fn of(host: &Host, gil_holder: Option<&GilHolder>) -> Self {
         if host.gone() {
             return ProcessState::Ended;
         }
@@ -61,7 +61,7 @@ impl ProcessState {
     }
 
     /// Whether the process cannot continue by itself, whatever it waits for.
-    pub fn cannot_continue(&self) -> bool {
+    pub(crate) fn cannot_continue(&self) -> bool {
         matches!(
             self,
             ProcessState::Ended
@@ -72,19 +72,19 @@ impl ProcessState {
     }
 
     /// Whether the process is stuck: it cannot continue, or waits for a lock or for a file.
-    pub fn is_stuck(&self) -> bool {
+    pub(crate) fn is_stuck(&self) -> bool {
         self.cannot_continue() || matches!(self, ProcessState::WaitsForLock | ProcessState::StuckInIo)
     }
 }
 
 impl Host {
     /// The main thread is in a function that sends.
-    pub fn is_in_send(&self) -> bool {
+    pub(crate) fn is_in_send(&self) -> bool {
         self.location.native.as_deref().is_some_and(is_send)
     }
 
     /// The main thread waits for a lock that one process at a time can hold.
-    pub fn wants_exclusive_lock(&self) -> bool {
+    pub(crate) fn wants_exclusive_lock(&self) -> bool {
         self.observed.activity == Activity::Lock && is_exclusive_lock(&self.observed.witness)
     }
 }

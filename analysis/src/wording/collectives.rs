@@ -24,7 +24,9 @@ pub(super) fn statement(case: &Case<'_>, fault: &CollectiveFault) -> Statement {
         }
         CollectiveFault::FewerLaunches(launches) => launched_less(case, launches),
         CollectiveFault::OpenGroup { rank_index, event } => open_group(case, *rank_index, *event),
-        CollectiveFault::FellSilent { silent, completed_by, event } => fell_silent(case, silent, completed_by, *event),
+        CollectiveFault::StaleRecords { stale, completed_by, event } => {
+            stale_records(case, stale, completed_by, *event)
+        }
         CollectiveFault::NotWaitedFor { away, waiting, event } => not_waited_for(case, away, waiting, *event),
         CollectiveFault::IsElsewhere { rank_index, most } => is_elsewhere(case, *rank_index, most),
         CollectiveFault::AloneIn { few, together, event } => alone_in(case, few, together, *event),
@@ -47,8 +49,8 @@ pub(super) fn lines(case: &Case<'_>, fault: &CollectiveFault) -> Vec<EvidenceLin
                 launches_line(case, &launches.name, (*rank_index, *count), &[others])
             })
             .collect(),
-        CollectiveFault::FellSilent { silent, completed_by, event } => {
-            vec![fell_silent_line(case, silent, completed_by, *event)]
+        CollectiveFault::StaleRecords { stale, completed_by, event } => {
+            vec![stale_records_line(case, stale, completed_by, *event)]
         }
         CollectiveFault::IsElsewhere { most, .. } => vec![common_place_line(case, most)],
         CollectiveFault::AloneIn { few, together, event } => {
@@ -190,9 +192,9 @@ fn open_group(case: &Case<'_>, rank_index: usize, event: Event) -> Statement {
 }
 
 /// Ranks whose records end in a collective that the others completed.
-fn fell_silent(case: &Case<'_>, silent: &[usize], completed_by: &[usize], event: Event) -> Statement {
-    let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
-    let (what, place) = (case.describe(event), location_of(case, silent));
+fn stale_records(case: &Case<'_>, stale: &[usize], completed_by: &[usize], event: Event) -> Statement {
+    let (who, others) = (Ranks::of(case, stale), Ranks::of(case, completed_by));
+    let (what, place) = (case.describe(event), location_of(case, stale));
     Statement::Sentence(format!(
         "{} recorded nothing after entering {what}, which {} completed{place}.",
         who.capital(),
@@ -200,8 +202,8 @@ fn fell_silent(case: &Case<'_>, silent: &[usize], completed_by: &[usize], event:
     ))
 }
 
-fn fell_silent_line(case: &Case<'_>, silent: &[usize], completed_by: &[usize], event: Event) -> EvidenceLine {
-    let (who, others) = (Ranks::of(case, silent), Ranks::of(case, completed_by));
+fn stale_records_line(case: &Case<'_>, stale: &[usize], completed_by: &[usize], event: Event) -> EvidenceLine {
+    let (who, others) = (Ranks::of(case, stale), Ranks::of(case, completed_by));
     let what = case.describe(event);
     let record = who.number().word("flight record", "flight records");
     let text =

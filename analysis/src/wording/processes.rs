@@ -69,12 +69,12 @@ pub(super) fn behind_clause(case: &Case<'_>, rank_index: usize, sentence: &str) 
     let position = Position::of(&host.location);
     let pid = format!("process {}", host.pid);
     let is_named = [pid.clone(), text::capital(&pid)].iter().any(|pid| sentence.contains(&format!("{pid} ")));
-    let is_said = match (&wait.state, position.python) {
+    let is_implied = match (&wait.state, position.python) {
         (ProcessState::Ended, _) => sentence.contains("is dead"),
         (_, Some((line, _))) => is_named && sentence.contains(line),
         (_, None) => position.is_unknown(),
     };
-    if is_said {
+    if is_implied {
         return String::new();
     }
     let state = match &wait.state {

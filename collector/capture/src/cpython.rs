@@ -11,7 +11,46 @@
 mod layouts;
 pub(crate) mod runtime;
 
-use crate::memory::{ReadError, Snapshot};
+use crate::{
+    error::Error,
+    memory::{ReadError, Snapshot},
+};
+
+/// Why the interpreter of a process cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum InterpreterError {
+    /// It has no `_PyRuntime`, although the process runs a Python.
+    #[error("not CPython 3.8 or newer: it has no symbol _PyRuntime")]
+    NoRuntime,
+    /// Its version is in neither of the places where it may be.
+    #[error("the version of its CPython is unknown")]
+    UnknownVersion,
+    /// There is no layout for this version.
+    #[error("{name} is not supported, only 3.{oldest} to 3.{newest}")]
+    Unsupported {
+        /// The kind of build and its version.
+        name: String,
+        /// Minor version of the oldest supported build of this kind.
+        oldest: u8,
+        /// Minor version of the newest one.
+        newest: u8,
+    },
+    /// From 3.13 on, every interpreter has the table.
+    #[error("{0} has no table of offsets")]
+    NoDebugOffsets(String),
+    /// The offsets are implausible.
+    #[error("{0} has a table of offsets of an unknown format")]
+    UnknownDebugOffsets(String),
+    /// It has no interpreter state.
+    #[error("its interpreter has not been started yet, or has ended")]
+    NotRunning,
+    /// A structure of the interpreter cannot be read.
+    #[error(transparent)]
+    Read(#[from] ReadError),
+    /// The process cannot be inspected.
+    #[error(transparent)]
+    Process(#[from] Error),
+}
 
 macro_rules! layout {
     (
@@ -66,7 +105,7 @@ macro_rules! layout {
 
 impl Layout {
     /// Size of the last instruction in a frame: up to 3.10 a number, later a pointer.
-    pub fn instruction_bytes(&self) -> usize {
+    pub(crate) fn instruction_bytes(&self) -> usize {
         if self.code_bytes.is_some() { 8 } else { 4 }
     }
 }

@@ -5,7 +5,7 @@ pub(crate) mod awaited;
 pub(crate) mod mappings;
 pub(crate) mod open_files;
 pub mod sock_diag;
-pub mod tcp_sockets;
+pub(crate) mod tcp_sockets;
 
 use std::{sync::Arc, thread, time::Instant};
 
@@ -22,7 +22,7 @@ pub(crate) struct Tables {
 impl Tables {
     /// Begins to read the table of open files on a thread of its own, while the stacks are read:
     /// nearly every process has a thread that waits for a descriptor.
-    pub fn read_ahead(self: &Arc<Self>, deadline: Instant) {
+    pub(crate) fn read_ahead(self: &Arc<Self>, deadline: Instant) {
         let tables = Arc::clone(self);
         let read = move || tables.open_files.read(deadline);
         // Without the thread, the table is read when it is needed.

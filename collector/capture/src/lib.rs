@@ -18,6 +18,7 @@
 //! takes to copy registers and stack. A stop may end a system call of the target early, with EINTR
 //! or a short count. Unwinding and symbolizing work on the copies.
 #![deny(unsafe_code)]
+#![warn(unreachable_pub)]
 
 mod cpython;
 pub mod dump;

@@ -103,7 +103,7 @@ pub(crate) struct Region {
 
 impl Region {
     /// Copies as many bytes as `buffer` has, or fewer if the mapped memory ends before.
-    pub fn read_into(tid: i32, start: u64, mut buffer: Vec<u8>) -> Result<Self, Error> {
+    pub(crate) fn read_into(tid: i32, start: u64, mut buffer: Vec<u8>) -> Result<Self, Error> {
         let read = read(tid, start, &mut buffer)?;
         buffer.truncate(read);
         Ok(Region { start, bytes: buffer })
@@ -111,7 +111,7 @@ impl Region {
 
     /// Copies a stack from `sp` upwards, including the red zone below `sp`. The copy stays within
     /// the mapping of the stack, if that is known.
-    pub fn read_stack(tid: i32, sp: u64, mapping: Option<&Mapping>, mut buffer: Vec<u8>) -> Result<Self, Error> {
+    pub(crate) fn read_stack(tid: i32, sp: u64, mapping: Option<&Mapping>, mut buffer: Vec<u8>) -> Result<Self, Error> {
         let start = sp.saturating_sub(RED_ZONE);
         let Some(mapping) = mapping else { return Region::read_into(tid, start, buffer) };
         // The main thread's stack may have grown since its mapping was looked up. Then the kernel
@@ -121,11 +121,11 @@ impl Region {
         Region::read_into(tid, start, buffer)
     }
 
-    pub fn end(&self) -> u64 {
+    pub(crate) fn end(&self) -> u64 {
         self.start + self.bytes.len() as u64
     }
 
-    pub fn get(&self, address: u64, size: usize) -> Option<&[u8]> {
+    pub(crate) fn get(&self, address: u64, size: usize) -> Option<&[u8]> {
         let offset = usize::try_from(address.checked_sub(self.start)?).ok()?;
         self.bytes.get(offset..offset.checked_add(size)?)
     }
@@ -142,16 +142,11 @@ const BATCH_PAGES: usize = 1024;
 const SPARE_PAGES: usize = 64;
 
 /// A structure that could not be read or followed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{what} at {address:#x} cannot be read")]
 pub(crate) struct ReadError {
     pub what: &'static str,
     pub address: u64,
-}
-
-impl std::fmt::Display for ReadError {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} at {:#x} cannot be read", self.what, self.address)
-    }
 }
 
 /// Where the copy of a page is: the index of the block, and the offset in it.
@@ -181,7 +176,7 @@ pub(crate) struct Snapshot {
 
 impl Snapshot {
     /// Creates an empty snapshot. Pages are copied when they are first read.
-    pub fn new(tid: i32) -> Self {
+    pub(crate) fn new(tid: i32) -> Self {
         Snapshot {
             tid,
             places: HashMap::default(),
@@ -197,7 +192,7 @@ impl Snapshot {
     /// Prepares the buffer for these pages and some more. This happens before a stop, so that
     /// copying is all that is left to do during the stop. [`Snapshot::fill`] copies the pages;
     /// after that, `fetches` more can be fetched one by one.
-    pub fn with_buffer(tid: i32, mut pages: Vec<u64>, fetches: usize) -> Self {
+    pub(crate) fn with_buffer(tid: i32, mut pages: Vec<u64>, fetches: usize) -> Self {
         pages.truncate(MAX_PAGES);
         let mut bytes = vec![0; (pages.len() + SPARE_PAGES) * PAGE_BYTES];
         // The first write to fresh memory costs a page fault, which would otherwise happen during
@@ -224,7 +219,7 @@ impl Snapshot {
     /// Copies the prepared pages with as few system calls as possible, and forgets those that
     /// cannot be read. It also forgets pages that were fetched after an earlier call, because they
     /// are from that earlier moment.
-    pub fn fill(&mut self) {
+    pub(crate) fn fill(&mut self) {
         if std::mem::replace(&mut self.filled, true) {
             self.reset();
         }
@@ -247,17 +242,17 @@ impl Snapshot {
     }
 
     /// Stops reading from the process.
-    pub fn freeze(&mut self) {
+    pub(crate) fn freeze(&mut self) {
         self.fetches = 0;
     }
 
     /// Pages that were requested when no more could be fetched.
-    pub fn missing(&self) -> &[u64] {
+    pub(crate) fn missing(&self) -> &[u64] {
         &self.missing
     }
 
     /// Addresses of all pages, ascending.
-    pub fn pages(&self) -> Vec<u64> {
+    pub(crate) fn pages(&self) -> Vec<u64> {
         let mut pages: Vec<u64> = self.places.keys().copied().collect();
         pages.sort_unstable();
         pages
@@ -265,7 +260,7 @@ impl Snapshot {
 
     /// Copies all pages of these ranges (start, length) at once, except those that are present
     /// already. Unreadable pages are left out.
-    pub fn fetch(&mut self, ranges: impl Iterator<Item = (u64, u64)>) {
+    pub(crate) fn fetch(&mut self, ranges: impl Iterator<Item = (u64, u64)>) {
         if self.fetches == 0 {
             return;
         }
@@ -307,7 +302,7 @@ impl Snapshot {
 
     /// Copies numbers of eight bytes without the pages around them: of many objects, one field
     /// often decides which of them to read. `None` for those that were not read.
-    pub fn words(&self, addresses: &[u64]) -> Vec<Option<u64>> {
+    pub(crate) fn words(&self, addresses: &[u64]) -> Vec<Option<u64>> {
         let mut words = vec![None; addresses.len()];
         if self.fetches == 0 {
             return words;
@@ -354,7 +349,7 @@ impl Snapshot {
     }
 
     /// Fills `bytes` with the memory at `address`. Returns false if not all of it can be read.
-    pub fn copy(&mut self, address: u64, bytes: &mut [u8]) -> bool {
+    pub(crate) fn copy(&mut self, address: u64, bytes: &mut [u8]) -> bool {
         let mut done = 0;
         while done < bytes.len() {
             let Some(at) = address.checked_add(done as u64) else { return false };
@@ -369,25 +364,25 @@ impl Snapshot {
     }
 
     /// Reads `length` bytes.
-    pub fn bytes(&mut self, what: &'static str, address: u64, length: usize) -> Result<Vec<u8>, ReadError> {
+    pub(crate) fn bytes(&mut self, what: &'static str, address: u64, length: usize) -> Result<Vec<u8>, ReadError> {
         let mut bytes = vec![0; length];
         if self.copy(address, &mut bytes) { Ok(bytes) } else { Err(ReadError { what, address }) }
     }
 
     /// Reads a pointer or a number of eight bytes.
-    pub fn read_u64(&mut self, what: &'static str, address: u64) -> Result<u64, ReadError> {
+    pub(crate) fn read_u64(&mut self, what: &'static str, address: u64) -> Result<u64, ReadError> {
         let mut bytes = [0; 8];
         if self.copy(address, &mut bytes) { Ok(u64::from_le_bytes(bytes)) } else { Err(ReadError { what, address }) }
     }
 
     /// Reads a number of four bytes.
-    pub fn read_u32(&mut self, what: &'static str, address: u64) -> Result<u32, ReadError> {
+    pub(crate) fn read_u32(&mut self, what: &'static str, address: u64) -> Result<u32, ReadError> {
         let mut bytes = [0; 4];
         if self.copy(address, &mut bytes) { Ok(u32::from_le_bytes(bytes)) } else { Err(ReadError { what, address }) }
     }
 
     /// Reads one byte.
-    pub fn read_u8(&mut self, what: &'static str, address: u64) -> Result<u8, ReadError> {
+    pub(crate) fn read_u8(&mut self, what: &'static str, address: u64) -> Result<u8, ReadError> {
         let mut bytes = [0];
         if self.copy(address, &mut bytes) { Ok(bytes[0]) } else { Err(ReadError { what, address }) }
     }

@@ -26,7 +26,7 @@ pub(crate) struct RawFrame {
 
 impl RawFrame {
     /// An address within the frame's current instruction.
-    pub fn lookup(&self) -> u64 {
+    pub(crate) fn lookup(&self) -> u64 {
         if self.exact { self.pc } else { self.pc.wrapping_sub(1) }
     }
 }
@@ -55,7 +55,7 @@ pub(crate) struct Registers([Option<u64>; COUNT]);
 impl Registers {
     /// The registers of a sleeping thread that the kernel reveals without a stop. A system call
     /// leaves its arguments in their registers.
-    pub fn from_syscall(syscall: &Syscall) -> Option<Self> {
+    pub(crate) fn from_syscall(syscall: &Syscall) -> Option<Self> {
         let Syscall::Blocked { arguments, sp, pc, .. } = *syscall else { return None };
         let mut registers = Registers::default();
         registers.set(STACK_POINTER, sp);
@@ -70,7 +70,7 @@ impl Registers {
     }
 
     /// All registers of a stopped thread.
-    pub fn from_ptrace(regs: &libc::user_regs_struct) -> Self {
+    pub(crate) fn from_ptrace(regs: &libc::user_regs_struct) -> Self {
         let all = [
             regs.rax, regs.rdx, regs.rcx, regs.rbx, regs.rsi, regs.rdi, regs.rbp, regs.rsp, regs.r8, regs.r9, regs.r10,
             regs.r11, regs.r12, regs.r13, regs.r14, regs.r15, regs.rip,
@@ -80,7 +80,7 @@ impl Registers {
 
     /// All registers of a sampled thread. `values` is in the kernel's order for samples: ax, bx,
     /// cx, dx, si, di, bp, sp, ip, r8 to r15.
-    pub fn from_sample(values: &[u64; COUNT]) -> Self {
+    pub(crate) fn from_sample(values: &[u64; COUNT]) -> Self {
         const DWARF_NUMBERS: [usize; COUNT] =
             [0, 3, 2, 1, 4, 5, FRAME_POINTER, STACK_POINTER, PC, 8, 9, 10, 11, 12, 13, 14, 15];
         let mut registers = Registers::default();
@@ -91,7 +91,7 @@ impl Registers {
     }
 
     /// The registers that the caller still has if its callee has no rules for them.
-    pub fn preserved(&self) -> Self {
+    pub(crate) fn preserved(&self) -> Self {
         let mut kept = Registers::default();
         for register in CALLEE_SAVED {
             kept.0[register] = self.0[register];
@@ -99,26 +99,26 @@ impl Registers {
         kept
     }
 
-    pub fn get(&self, register: usize) -> Option<u64> {
+    pub(crate) fn get(&self, register: usize) -> Option<u64> {
         self.0.get(register).copied().flatten()
     }
 
-    pub fn set(&mut self, register: usize, value: u64) {
+    pub(crate) fn set(&mut self, register: usize, value: u64) {
         self.set_optional(register, Some(value));
     }
 
-    pub fn set_optional(&mut self, register: usize, value: Option<u64>) {
+    pub(crate) fn set_optional(&mut self, register: usize, value: Option<u64>) {
         // Vector registers have rules too, but no frame depends on them.
         if let Some(slot) = self.0.get_mut(register) {
             *slot = value;
         }
     }
 
-    pub fn pc(&self) -> u64 {
+    pub(crate) fn pc(&self) -> u64 {
         self.get(PC).unwrap_or(0)
     }
 
-    pub fn sp(&self) -> u64 {
+    pub(crate) fn sp(&self) -> u64 {
         self.get(STACK_POINTER).unwrap_or(0)
     }
 }

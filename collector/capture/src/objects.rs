@@ -73,14 +73,14 @@ pub(crate) struct Images {
 impl Images {
     /// The names of the code that a process generated at run time. `None` if its `/tmp` does not
     /// answer.
-    pub fn perf_map(&self, pid: i32) -> Option<PerfMap> {
+    pub(crate) fn perf_map(&self, pid: i32) -> Option<PerfMap> {
         self.file_systems.run_with_timeout(UNKNOWN_DEVICE, Source::Temporary(pid), move || PerfMap::of(pid))
     }
 
     /// The object behind a mapping of a process. `first` finds the mapping of the object's first
     /// byte. Nothing is opened while a lock is held, because a broken file system can block the
     /// open.
-    pub fn get(
+    pub(crate) fn get(
         &self,
         pid: i32,
         tid: i32,
@@ -145,7 +145,7 @@ impl Images {
 
     /// The libraries among these objects, and among the packages of these Python files, whose
     /// versions known defects depend on. Nothing is read from the process itself.
-    pub fn libraries<'a>(
+    pub(crate) fn libraries<'a>(
         &self,
         pid: i32,
         objects: impl Iterator<Item = &'a Arc<Image>>,
@@ -195,7 +195,7 @@ impl Images {
     }
 
     /// Drops the images that were not used for the longest time.
-    pub fn trim(&self) {
+    pub(crate) fn trim(&self) {
         let mut known = self.lock();
         let sum = |of: fn(&Image) -> usize| known.values().flatten().map(|image| of(image)).sum::<usize>();
         if sum(Image::row_count) > MAX_CACHED_ROWS {

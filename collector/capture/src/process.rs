@@ -120,7 +120,7 @@ pub(crate) struct RawCodeLocation {
 
 impl RawCodeLocation {
     /// The address in terms of the object's own tables.
-    pub fn address(&self) -> u64 {
+    pub(crate) fn address(&self) -> u64 {
         self.frame.lookup().wrapping_sub(self.bias)
     }
 }
@@ -135,7 +135,7 @@ pub(crate) struct CodeLocations {
 
 impl CodeLocations {
     /// The indices of the places of a stack.
-    pub fn of(&mut self, frames: &[RawFrame], space: Option<&AddressSpace<'_>>) -> Vec<u32> {
+    pub(crate) fn of(&mut self, frames: &[RawFrame], space: Option<&AddressSpace<'_>>) -> Vec<u32> {
         frames.iter().map(|frame| self.number(*frame, space)).collect()
     }
 

@@ -193,8 +193,8 @@ pub struct Mismatch {
 pub fn check_match(loops: usize, entries: &[bool]) -> Result<(), Mismatch> {
     let entered = entries.iter().filter(|entry| **entry).count();
     // C code enters the root frame of a complete stack.
-    let whole = entries.last().is_none_or(|entry| *entry);
-    if loops == entered && whole { Ok(()) } else { Err(Mismatch { loops, entries: entered }) }
+    let is_complete = entries.last().is_none_or(|entry| *entry);
+    if loops == entered && is_complete { Ok(()) } else { Err(Mismatch { loops, entries: entered }) }
 }
 
 /// Merges the two stacks of one thread, both leaf first. `entries` holds, for each Python frame,

@@ -82,7 +82,7 @@ impl Object {
 
 impl Symbolizer {
     /// Finds the names of all frames of all processes, and the source lines of as many as possible.
-    pub fn prepare(&mut self, processes: &[RawProcess], lines_budget: Duration, deadline: Instant) {
+    pub(crate) fn prepare(&mut self, processes: &[RawProcess], lines_budget: Duration, deadline: Instant) {
         self.captures += 1;
         let objects = self.missing(processes);
         self.find_names(&objects, deadline);
@@ -182,7 +182,7 @@ impl Symbolizer {
     }
 
     /// Symbolizes the places of one process.
-    pub fn symbolize(&self, process: RawProcess) -> Stacks {
+    pub(crate) fn symbolize(&self, process: RawProcess) -> Stacks {
         let RawProcess { pid, parent_pid, command, mut sample, python_entries, places, frames } = process;
         sample.errors.extend(self.missing_name_errors(&places));
         let mut modules = HashMap::new();
@@ -240,7 +240,7 @@ impl Symbolizer {
     }
 
     /// Evicts objects that were not used for a long time.
-    pub fn trim(&mut self) {
+    pub(crate) fn trim(&mut self) {
         if self.changed.len() > MAX_CHANGED {
             self.changed.clear();
         }

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use anyhow::{Result, bail, ensure};
+use anyhow::{Result, anyhow, bail, ensure};
 use clap::{CommandFactory, Parser, error::ErrorKind};
 use serde_json::{Value, json};
 use xpu_timer_proto::printable;
@@ -126,7 +126,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         return print(&format!("other data {shown}"));
     }
     let body: Value = data.into_iter().map(|(name, value)| (name.to_string(), value)).collect();
-    let requests: Vec<thread::JoinHandle<Result<String, String>>> = hosts
+    let requests: Vec<thread::JoinHandle<Result<String>>> = hosts
         .into_iter()
         .map(|host| {
             let body = body.to_string();
@@ -159,17 +159,17 @@ fn advice(kinds: u32, path: &str) -> String {
 }
 
 /// Sends a request. Returns the answer as the original tool prints it.
-fn request(host: &str, body: &str) -> Result<String, String> {
+fn request(host: &str, body: &str) -> Result<String> {
     let url = format!("http://{host}/HostingService/DumpKernelTrace");
     let agent = client::agent(DEADLINE, Peer::Collector(Vec::new()));
     let sent = agent.post(&url).header("content-type", "application/json").send(body);
-    let answer = sent.map_err(|error| format!("{host}: {error}"))?;
+    let answer = sent.map_err(|error| anyhow!("{host}: {error}"))?;
     let status = answer.status().as_u16();
     let text = answer.into_body().into_with_config().limit(MAX_ANSWER_BYTES).read_to_string();
-    let text = text.map_err(|error| format!("{host}: {error}"))?;
-    let json: Value = serde_json::from_str(&text).map_err(|_| format!("{host} answers {status}: {}", text.trim()))?;
+    let text = text.map_err(|error| anyhow!("{host}: {error}"))?;
+    let json: Value = serde_json::from_str(&text).map_err(|_| anyhow!("{host} answers {status}: {}", text.trim()))?;
     match (&json["node"], &json["msg"]) {
-        (Value::Null, _) | (_, Value::Null) => Err(format!("{host} answers {status}: {}", json["error"])),
+        (Value::Null, _) | (_, Value::Null) => bail!("{host} answers {status}: {}", json["error"]),
         (node, message) => Ok(as_python(&[("node", node.clone()), ("msg", message.clone())])),
     }
 }

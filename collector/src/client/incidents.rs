@@ -27,7 +27,7 @@ use crate::{
 };
 
 /// A collector to query.
-pub struct Remote {
+pub(crate) struct Remote {
     agent: Agent,
     url: String,
     // Advice for the user if the collector does not answer.
@@ -51,7 +51,7 @@ impl Remote {
     ///
     /// # Errors
     /// If the address, the token file or the authority cannot be used.
-    pub fn new(url: Option<String>, source: &Source) -> Result<Self> {
+    pub(crate) fn new(url: Option<String>, source: &Source) -> Result<Self> {
         let named = url.or_else(|| source.text("XPU_TIMER_COLLECTOR"));
         let advice = match &named {
             Some(_) => String::new(),
@@ -123,7 +123,7 @@ impl Remote {
     ///
     /// # Errors
     /// If the collector does not answer.
-    pub fn list(&self, all: bool, as_json: bool, width: Option<usize>) -> Result<String> {
+    pub(crate) fn list(&self, all: bool, as_json: bool, width: Option<usize>) -> Result<String> {
         let list = self.json(if all { "/incidents?all=true" } else { "/incidents" })?;
         if as_json {
             return Ok(format!("{list:#}\n"));
@@ -162,7 +162,7 @@ impl Remote {
     ///
     /// # Errors
     /// If there is no such incident or the collector does not answer.
-    pub fn show(&self, id: &str, as_json: bool) -> Result<String> {
+    pub(crate) fn show(&self, id: &str, as_json: bool) -> Result<String> {
         let id = plain(id)?;
         let path = if as_json { format!("/incidents/{id}") } else { format!("/incidents/{id}/verdict.txt") };
         String::from_utf8(self.get(&path)?).context("the verdict is not UTF-8 text")
@@ -175,7 +175,7 @@ impl Remote {
     /// # Errors
     /// If there is no such incident or no dump of such a rank, the collector does not answer, or
     /// the folder cannot be written.
-    pub fn fetch(&self, id: &str, to: &Path, ranks: &[u32]) -> Result<(PathBuf, Option<String>)> {
+    pub(crate) fn fetch(&self, id: &str, to: &Path, ranks: &[u32]) -> Result<(PathBuf, Option<String>)> {
         let id = plain(id)?;
         let files = self.json(&format!("/incidents/{id}/files"))?;
         let sizes: BTreeMap<&str, u64> = files

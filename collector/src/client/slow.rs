@@ -26,7 +26,7 @@ const MOST_BYTES: usize = 256 << 20;
 
 /// Which operations are compared.
 #[derive(Debug, Clone, Copy)]
-pub struct Wanted {
+pub(crate) struct Wanted {
     /// How many seconds of them.
     pub window: Duration,
     /// First record every kernel for so long.
@@ -38,7 +38,7 @@ pub struct Wanted {
 ///
 /// # Errors
 /// If the collector does not answer.
-pub fn explained(remote: &Remote, wanted: Wanted, as_json: bool) -> Result<String> {
+pub(crate) fn explained(remote: &Remote, wanted: Wanted, as_json: bool) -> Result<String> {
     let mut list = remote.slow_list()?;
     let mut timelines = Timelines { remote, wanted, recording: HashMap::new(), ranks: HashMap::new() };
     let mut text = String::new();

@@ -25,7 +25,7 @@ const DEADLINE: Duration = Duration::from_secs(600);
 ///
 /// # Errors
 /// If there is no such job, the collector does not answer, or the folder cannot be written.
-pub fn fetch(remote: &Remote, wanted: &WantedTimeline, output: &Path) -> Result<Written> {
+pub(crate) fn fetch(remote: &Remote, wanted: &WantedTimeline, output: &Path) -> Result<Written> {
     folder::write(output, chunks(remote, wanted)?).map_err(|error| anyhow::Error::msg(chain(&error)))
 }
 
@@ -34,7 +34,7 @@ pub fn fetch(remote: &Remote, wanted: &WantedTimeline, output: &Path) -> Result<
 /// # Errors
 /// If there is no such rank, the collector does not answer, or the file is incomplete or larger
 /// than `most_bytes`.
-pub fn fetch_rank(remote: &Remote, wanted: &WantedTimeline, most_bytes: usize) -> Result<Vec<u8>> {
+pub(crate) fn fetch_rank(remote: &Remote, wanted: &WantedTimeline, most_bytes: usize) -> Result<Vec<u8>> {
     let mut file = Vec::new();
     for chunk in chunks(remote, wanted)? {
         ensure!(chunk.problem.is_empty(), "{}", chunk.problem);

@@ -17,7 +17,7 @@ use crate::client::{self, Peer};
 
 /// The destination of verdicts.
 #[derive(Debug, Clone)]
-pub struct Webhook {
+pub(crate) struct Webhook {
     url: String,
     // One clone for each post in progress.
     posts: Arc<()>,
@@ -35,12 +35,12 @@ const PAUSES: [Duration; 4] =
 impl Webhook {
     /// Accepts any URL; the first verdict shows whether it answers.
     #[must_use]
-    pub fn new(url: &str) -> Self {
+    pub(crate) fn new(url: &str) -> Self {
         Webhook { url: url.into(), posts: Arc::default() }
     }
 
     /// Posts a verdict in the background and returns at once.
-    pub fn post(&self, verdict: &Verdict, folder: Option<&Path>) {
+    pub(crate) fn post(&self, verdict: &Verdict, folder: Option<&Path>) {
         let (url, body) = (self.url.clone(), body(verdict, folder.map(Path::to_path_buf)));
         let incident = verdict.incident.clone();
         let post = Arc::clone(&self.posts);
@@ -146,8 +146,8 @@ mod tests {
     #[test]
     fn no_error_contains_the_url() {
         for url in ["hooks.example/services/T0/s3cret", "https://hooks.example/T0/s3cret", "s3cret", "https://"] {
-            let said = without_url(&format!("bad uri: {url} is missing scheme"), url);
-            assert!(said.starts_with("bad uri: ") && !said.contains("s3cret"), "{said}");
+            let shown = without_url(&format!("bad uri: {url} is missing scheme"), url);
+            assert!(shown.starts_with("bad uri: ") && !shown.contains("s3cret"), "{shown}");
         }
     }
 }

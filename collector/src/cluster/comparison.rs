@@ -39,7 +39,7 @@ impl ComparisonInput {
 
 /// The channel to the thread, which ends when this is dropped.
 #[derive(Debug)]
-pub struct ComparisonThread {
+pub(crate) struct ComparisonThread {
     inputs: Option<mpsc::Sender<ComparisonInput>>,
     // Number of ranks in the queued messages.
     queued: Arc<AtomicUsize>,
@@ -68,7 +68,7 @@ impl ComparisonThread {
     /// Starts the thread, which passes each comparison of a job in an attempt to `report`. If that
     /// fails, nothing is compared.
     #[must_use]
-    pub fn start(report: impl Fn(JobKey, u32, Comparison) + Send + 'static) -> Self {
+    pub(crate) fn start(report: impl Fn(JobKey, u32, Comparison) + Send + 'static) -> Self {
         let (sender, received) = mpsc::channel();
         let queued = Arc::new(AtomicUsize::new(0));
         let taken = Arc::clone(&queued);
@@ -84,7 +84,7 @@ impl ComparisonThread {
     }
 
     /// Sends a message to the thread.
-    pub fn send(&mut self, input: ComparisonInput) {
+    pub(crate) fn send(&mut self, input: ComparisonInput) {
         let Some(inputs) = &self.inputs else { return };
         let ranks = input.ranks();
         if ranks > 0 && self.queued.load(Ordering::Relaxed) + ranks > MAX_QUEUED_RANKS {

@@ -235,7 +235,11 @@ impl Gather {
     fn part(&mut self, part: NodePart) {
         let NodePart { name, allowed, ranks, dump } = part;
         for (tree, message) in [(&mut self.native, &dump.native), (&mut self.python, &dump.python)] {
-            if let Err(problem) = merge(tree, message, &allowed, &name) {
+            if let Err(error) = tree.merge_encoded(message, &allowed) {
+                let problem = match error {
+                    TreeError::ForeignRank { .. } => foreign_data(&name),
+                    error => format!("node {name}: its stacks cannot be used: {error}"),
+                };
                 warn!("incident {}: {problem}", self.setup.plan.head.id);
                 self.errors.push(problem);
             }
@@ -255,7 +259,7 @@ impl Gather {
         let processes = self.processes.clone();
         let evidence = Evidence { world_size: self.setup.world_size, processes, ..self.setup.plan.evidence() };
         let mut decoded = Decoded { evidence, operations: Vec::new() };
-        let written = self.write_evidence(&mut decoded);
+        let not_written = self.write_evidence(&mut decoded);
         self.ranks.decode_into(&mut decoded);
         let count = decoded.evidence.ranks.len();
         let mut verdict = judging::judge_encoded(&decoded.evidence, &decoded.operations);
@@ -268,7 +272,7 @@ impl Gather {
         self.setup.plan.date(&mut verdict);
         verdict.timing.errors.extend(errors);
         verdict.timing.errors.append(&mut self.errors);
-        verdict.timing.errors.extend(written.err());
+        verdict.timing.errors.extend(not_written);
         verdict.timing.errors.extend(self.write_stacks(verdict.world_size));
         // Uses the wall clock, because the collector may have restarted in between.
         let head = &self.setup.plan.head;
@@ -299,11 +303,12 @@ impl Gather {
     }
 
     /// Moves the ranks to the evidence, and writes it. If that fails, some ranks are not moved.
-    fn write_evidence(&mut self, decoded: &mut Decoded) -> Result<(), String> {
-        let Some(folder) = self.folder() else { return Err("no folder could be created".into()) };
+    /// Returns the problem.
+    fn write_evidence(&mut self, decoded: &mut Decoded) -> Option<String> {
+        let Some(folder) = self.folder() else { return Some("no folder could be created".into()) };
         let result = folder.write_with(EVIDENCE, |to| self.ranks.write_into(decoded, to));
         self.written = result.is_ok();
-        self.log_error(result)
+        self.problem_of(result)
     }
 
     fn write_stacks(&self, world_size: u32) -> Vec<String> {
@@ -316,7 +321,7 @@ impl Gather {
         let folded = |name: &str, tree| folder.write(name, folded::folded(tree, world_size).as_bytes());
         let results =
             [folder.write(TREES, &trees()), folded("cpp_stack", &self.native), folded("py_stack", &self.python)];
-        results.into_iter().filter_map(|result| self.log_error(result).err()).collect()
+        results.into_iter().filter_map(|result| self.problem_of(result)).collect()
     }
 
     fn folder(&self) -> Option<Folder> {
@@ -324,12 +329,10 @@ impl Gather {
     }
 
     /// Logs an error and returns its text for the verdict.
-    fn log_error(&self, result: Result<(), Error>) -> Result<(), String> {
-        result.map_err(|error| {
-            let problem = chain(&error);
-            warn!("incident {}: {problem}", self.setup.plan.head.id);
-            problem
-        })
+    fn problem_of(&self, result: Result<(), Error>) -> Option<String> {
+        let problem = chain(&result.err()?);
+        warn!("incident {}: {problem}", self.setup.plan.head.id);
+        Some(problem)
     }
 
     /// Appends a piece. The hub has checked that the rank belongs to the node. Each rank has one
@@ -402,7 +405,8 @@ impl Gather {
         let (half, whole) = std::mem::take(&mut self.files).into_iter().partition(|(_, file)| file.file.is_some());
         self.remove(half);
         self.files = whole;
-        if let Err(problem) = viewer::run(&folder.path, is_complete, VIEW) {
+        if let Err(error) = viewer::run(&folder.path, is_complete, VIEW) {
+            let problem = chain(&error);
             warn!("incident {}: {problem}", self.setup.plan.head.id);
             note_problem(&folder.path, problem);
         }
@@ -420,14 +424,6 @@ impl Gather {
             warn!("incident {}: {}", self.setup.plan.head.id, chain(&error));
         }
     }
-}
-
-/// Merges the stacks of a node, which may contain only these ranks.
-fn merge(tree: &mut PrefixTree, message: &[u8], allowed: &RankSet, node: &str) -> Result<(), String> {
-    tree.merge_encoded(message, allowed).map_err(|error| match error {
-        TreeError::ForeignRank { .. } => foreign_data(node),
-        error => format!("node {node}: its stacks cannot be used: {error}"),
-    })
 }
 
 /// The temporary name of a file during its transfer.

@@ -42,7 +42,7 @@ use crate::{
 
 /// A message to the hub that is not from a node's stream.
 #[derive(Debug)]
-pub enum Command {
+pub(crate) enum Command {
     /// A question of an HTTP page.
     Question(Question),
     /// The thread of an incident has finished a step.
@@ -56,7 +56,7 @@ pub enum Command {
 }
 
 /// The engine with everything that it acts on.
-pub struct Hub {
+pub(crate) struct Hub {
     /// The nodes and incidents.
     pub engine: Engine,
     settings: Settings,
@@ -74,7 +74,7 @@ impl Hub {
     /// The first commands bring the incidents that an earlier cluster collector left open. Waits
     /// for them, but not long for a disk that does not answer.
     #[must_use]
-    pub fn new(settings: Settings, commands: mpsc::UnboundedSender<Command>, now: Now) -> Self {
+    pub(crate) fn new(settings: Settings, commands: mpsc::UnboundedSender<Command>, now: Now) -> Self {
         let to_hub = commands.clone();
         let comparison = ComparisonThread::start(move |job, attempt, comparison| {
             // Fails only if the hub has ended before the thread.
@@ -108,7 +108,7 @@ impl Hub {
     }
 
     /// Handles an event of a node's stream.
-    pub fn stream_event(&mut self, event: StreamEvent, now: Now) {
+    pub(crate) fn stream_event(&mut self, event: StreamEvent, now: Now) {
         match event {
             StreamEvent::Joined(stream, hello, outgoing) => {
                 self.streams.insert(stream, outgoing);
@@ -139,7 +139,7 @@ impl Hub {
     }
 
     /// Handles a message from another task or thread.
-    pub fn command(&mut self, command: Command, now: Now) {
+    pub(crate) fn command(&mut self, command: Command, now: Now) {
         match command {
             Command::Question(question) => self.answer(question, now),
             Command::Gathered(id, event) => self.engine.gathered(&id, event, now),
@@ -189,7 +189,7 @@ impl Hub {
     }
 
     /// Checks all deadlines.
-    pub fn tick(&mut self, now: Now) {
+    pub(crate) fn tick(&mut self, now: Now) {
         self.disk.report_stuck();
         self.timelines.tick(&self.engine.nodes, now);
         self.engine.tick(now);
@@ -197,7 +197,7 @@ impl Hub {
     }
 
     /// Waits for the disk work so far, but not long for a disk that does not answer.
-    pub fn wait_for_disk(&mut self) {
+    pub(crate) fn wait_for_disk(&mut self) {
         self.folders().iter().for_each(|root| self.disk.wait(root));
     }
 

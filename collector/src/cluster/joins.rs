@@ -11,7 +11,7 @@ use crate::job::{JobKey, NodeId};
 
 /// A job on one node.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Unit {
+pub(crate) struct Unit {
     /// The node.
     pub node: NodeId,
     /// The node's key of the job.
@@ -47,7 +47,7 @@ impl Group {
 /// Assigns the cluster's keys to the jobs of one name, one key per unit. `is_of_node` returns
 /// whether a key is meaningful only on its own machine.
 #[must_use]
-pub fn keys(units: &[Unit], is_of_node: impl Fn(&JobKey) -> bool) -> Vec<JobKey> {
+pub(crate) fn keys(units: &[Unit], is_of_node: impl Fn(&JobKey) -> bool) -> Vec<JobKey> {
     let mut groups: Vec<Group> = Vec::new();
     let mut at: BTreeMap<u64, usize> = BTreeMap::new();
     for (index, unit) in units.iter().enumerate() {

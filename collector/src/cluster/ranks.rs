@@ -14,30 +14,30 @@ use xpu_timer_proto::{
 
 /// The evidence of ranks, at most one entry per rank.
 #[derive(Debug, Default)]
-pub struct Ranks {
+pub(crate) struct Ranks {
     encoded: BTreeMap<u32, Vec<u8>>,
 }
 
 impl Ranks {
     /// Whether a rank has an entry.
     #[must_use]
-    pub fn holds(&self, rank: u32) -> bool {
+    pub(crate) fn holds(&self, rank: u32) -> bool {
         self.encoded.contains_key(&rank)
     }
 
     /// Number of ranks.
     #[must_use]
-    pub fn len(&self) -> usize {
+    pub(crate) fn len(&self) -> usize {
         self.encoded.len()
     }
 
     /// Adds ranks and replaces existing entries.
-    pub fn extend(&mut self, ranks: impl IntoIterator<Item = RankEvidence>) {
+    pub(crate) fn extend(&mut self, ranks: impl IntoIterator<Item = RankEvidence>) {
         self.extend_encoded(ranks.into_iter().map(|rank| (rank.rank, rank.encode_to_vec())));
     }
 
     /// Adds ranks as their nodes sent them and replaces existing entries.
-    pub fn extend_encoded(&mut self, ranks: impl IntoIterator<Item = (u32, Vec<u8>)>) {
+    pub(crate) fn extend_encoded(&mut self, ranks: impl IntoIterator<Item = (u32, Vec<u8>)>) {
         self.encoded.extend(ranks);
     }
 
@@ -47,7 +47,7 @@ impl Ranks {
     ///
     /// # Errors
     /// Errors of `to`.
-    pub fn write_into(&mut self, decoded: &mut Decoded, to: &mut dyn Write) -> io::Result<()> {
+    pub(crate) fn write_into(&mut self, decoded: &mut Decoded, to: &mut dyn Write) -> io::Result<()> {
         to.write_all(&decoded.evidence.encode_to_vec())?;
         decoded.reserve(self.len());
         let mut head = Vec::new();
@@ -64,7 +64,7 @@ impl Ranks {
     }
 
     /// Moves all ranks to `decoded`.
-    pub fn decode_into(&mut self, decoded: &mut Decoded) {
+    pub(crate) fn decode_into(&mut self, decoded: &mut Decoded) {
         decoded.reserve(self.len());
         while let Some((rank, operations, _)) = self.pop_first() {
             decoded.push(rank, operations);
@@ -85,7 +85,7 @@ impl Ranks {
 
 /// The evidence of a job, decoded except for the operations of its ranks.
 #[derive(Debug, Default)]
-pub struct Decoded {
+pub(crate) struct Decoded {
     /// The evidence. The flight records contain only pending operations.
     pub evidence: Evidence,
     /// All operations of each rank.
@@ -104,7 +104,7 @@ impl Decoded {
     }
 
     /// Takes the ranks with all their operations.
-    pub fn take_ranks(&mut self) -> impl Iterator<Item = RankEvidence> + use<> {
+    pub(crate) fn take_ranks(&mut self) -> impl Iterator<Item = RankEvidence> + use<> {
         let operations = std::mem::take(&mut self.operations);
         std::mem::take(&mut self.evidence.ranks).into_iter().zip(operations).map(|(mut rank, operations)| {
             operations.restore(&mut rank);

@@ -24,10 +24,10 @@ const NODES: usize = 8;
 const PIECE_NS: u64 = 60_000_000_000;
 
 /// A chunk, with its share of the memory.
-pub type Chunk = (TimelineFile, Credit);
+pub(crate) type Chunk = (TimelineFile, Credit);
 
 /// The requests in progress.
-pub struct Timelines {
+pub(crate) struct Timelines {
     // Draws the key of a delivery, which no node can guess.
     draw_key: fn() -> String,
     next: u64,
@@ -42,7 +42,7 @@ struct TimelineInProgress {
     asked_ns: u64,
     // How long all nodes record before they are asked for their files; 0 for not.
     recording_ns: u64,
-    // Whether they must still be told to record.
+    // Whether the request to record must still be sent to them.
     begins: bool,
     waiting: VecDeque<NodeId>,
     // Until when each node may send its next piece.
@@ -53,7 +53,7 @@ struct TimelineInProgress {
 impl Timelines {
     /// No requests. `draw_key` draws the key of a delivery.
     #[must_use]
-    pub fn new(draw_key: fn() -> String) -> Self {
+    pub(crate) fn new(draw_key: fn() -> String) -> Self {
         Timelines { draw_key, next: 0, requests: BTreeMap::new(), expected: BTreeMap::new() }
     }
 
@@ -61,7 +61,7 @@ impl Timelines {
     ///
     /// # Errors
     /// If there is no such job, or no such rank.
-    pub fn start(
+    pub(crate) fn start(
         &mut self,
         wanted: WantedTimeline,
         nodes: &Nodes,
@@ -93,7 +93,7 @@ impl Timelines {
     }
 
     /// The requests to nodes that are to be sent now.
-    pub fn next_requests(&mut self, nodes: &Nodes, now: Now) -> Vec<(NodeId, TimelineRequest)> {
+    pub(crate) fn next_requests(&mut self, nodes: &Nodes, now: Now) -> Vec<(NodeId, TimelineRequest)> {
         let mut messages = Vec::new();
         for (id, request) in &mut self.requests {
             let window = request.wanted.window;
@@ -136,12 +136,12 @@ impl Timelines {
 
     /// Whether a delivery with this key is expected.
     #[must_use]
-    pub fn expects(&self, key: &str) -> bool {
+    pub(crate) fn expects(&self, key: &str) -> bool {
         self.expected.contains_key(key)
     }
 
     /// A piece of a delivery. A node sends the files of its own ranks only.
-    pub fn piece(&mut self, key: &str, file: TimelineFile, credit: Credit, nodes: &Nodes, now: Now) {
+    pub(crate) fn piece(&mut self, key: &str, file: TimelineFile, credit: Credit, nodes: &Nodes, now: Now) {
         let Some((id, node)) = self.expected.get(key).copied() else { return };
         let Some(request) = self.requests.get_mut(&id) else { return };
         request.sending.insert(node, now.mono_ns + PIECE_NS);
@@ -163,7 +163,7 @@ impl Timelines {
     }
 
     /// A delivery ended, complete or not.
-    pub fn ended(&mut self, key: &str, nodes: &Nodes) {
+    pub(crate) fn ended(&mut self, key: &str, nodes: &Nodes) {
         let Some((id, node)) = self.expected.remove(key) else { return };
         let Some(request) = self.requests.get_mut(&id) else { return };
         request.sending.remove(&node);
@@ -171,7 +171,7 @@ impl Timelines {
     }
 
     /// Gives up nodes that do not answer, and requests whose requester is gone.
-    pub fn tick(&mut self, nodes: &Nodes, now: Now) {
+    pub(crate) fn tick(&mut self, nodes: &Nodes, now: Now) {
         let mut late = Vec::new();
         for (id, request) in &mut self.requests {
             let over: Vec<NodeId> =

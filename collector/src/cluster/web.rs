@@ -24,7 +24,7 @@ use crate::{
 
 /// The state of the pages.
 #[derive(Debug, Clone)]
-pub struct Pages {
+pub(crate) struct Pages {
     /// Channel to the hub.
     pub commands: mpsc::UnboundedSender<Command>,
     /// The token that a request must carry.
@@ -42,7 +42,7 @@ impl QuestionSender for Pages {
 }
 
 /// All pages, and the gRPC service behind the same access check.
-pub fn router(pages: Pages, grpc: Router) -> Router {
+pub(crate) fn router(pages: Pages, grpc: Router) -> Router {
     routes::control()
         .merge(timeline::routes())
         .merge(routes::health())

@@ -19,7 +19,7 @@ use xpu_timer_proto::procfs::{self, LISTEN, TcpSocket};
 
 /// Looks up owners of sockets in this network namespace.
 #[derive(Debug, Clone, Copy)]
-pub struct Owners {
+pub(crate) struct Owners {
     // Whether the kernel answers over netlink.
     netlink: bool,
     // The uid that stands for users without a mapping in this user namespace; `None` if every user
@@ -42,14 +42,14 @@ const CONNECTED: [u8; 4] = [ESTABLISHED, 4, 5, 8];
 impl Owners {
     /// `listener` is an address on which this process listens; it is used to test netlink.
     #[must_use]
-    pub fn new(listener: SocketAddr) -> Self {
+    pub(crate) fn new(listener: SocketAddr) -> Self {
         let any = SocketAddr::new(if listener.is_ipv4() { [0; 4].into() } else { [0u16; 8].into() }, 0);
         Owners { netlink: by_netlink(listener, any).is_some(), unmapped: unmapped() }
     }
 
     /// The uid behind `peer`, which is connected to `local`; `None` if unknown.
     #[must_use]
-    pub fn of_peer(&self, peer: SocketAddr, local: SocketAddr) -> Option<u32> {
+    pub(crate) fn of_peer(&self, peer: SocketAddr, local: SocketAddr) -> Option<u32> {
         let [peer, local] = [peer, local].map(|address| SocketAddr::new(address.ip().to_canonical(), address.port()));
         let entry = if self.netlink { by_netlink(peer, local) } else { by_proc(peer, local) };
         self.owner(entry, &CONNECTED)
@@ -57,7 +57,7 @@ impl Owners {
 
     /// The uid that listens on `address`; `None` if nobody listens or the uid is unknown.
     #[must_use]
-    pub fn of_listener(address: SocketAddr) -> Option<u32> {
+    pub(crate) fn of_listener(address: SocketAddr) -> Option<u32> {
         let any = SocketAddr::new(if address.is_ipv4() { [0; 4].into() } else { [0u16; 8].into() }, 0);
         let entry = by_netlink(address, any).or_else(|| by_proc(address, any));
         Owners { netlink: true, unmapped: unmapped() }.owner(entry, &[LISTEN])

@@ -17,7 +17,7 @@ pub trait QuestionSender: Clone + Send + Sync + 'static {
 }
 
 /// Reply channel of a dump by hand: the finished dump, or the reason for its refusal.
-pub type DumpReply = oneshot::Sender<Result<Value, Refusal>>;
+pub(crate) type DumpReply = oneshot::Sender<Result<Value, Refusal>>;
 
 /// The questions to a collector of either role.
 #[derive(Debug)]
@@ -79,7 +79,7 @@ impl WantedTimeline {
 }
 
 /// The shortest time between two samples: 1,000 a second.
-pub const SHORTEST_PERIOD: Duration = Duration::from_millis(1);
+pub(crate) const SHORTEST_PERIOD: Duration = Duration::from_millis(1);
 
 /// How stacks are recorded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,7 +114,7 @@ impl WantedRecording {
 }
 
 /// Reply channel of a timeline.
-pub type TimelineReply = oneshot::Sender<Result<TimelineFiles, Refusal>>;
+pub(crate) type TimelineReply = oneshot::Sender<Result<TimelineFiles, Refusal>>;
 
 /// The files of a timeline, in chunks.
 #[derive(Debug)]
@@ -153,7 +153,7 @@ impl Refusal {
 ///
 /// # Errors
 /// If none or several match; the refusal lists the living jobs.
-pub fn wanted_job(alive: &[JobKey], name: Option<&str>) -> Result<JobKey, Refusal> {
+pub(crate) fn wanted_job(alive: &[JobKey], name: Option<&str>) -> Result<JobKey, Refusal> {
     let names = || alive.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
     let matching: Vec<&JobKey> =
         alive.iter().filter(|job| name.is_none_or(|name| job.name == name || job.to_string() == name)).collect();

@@ -40,15 +40,15 @@ const ANSWER: Duration = Duration::from_secs(10);
 const DUMP: Duration = Duration::from_secs(3600);
 
 /// The media type of `/metrics`.
-pub const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
+pub(crate) const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// Answers whether the collector serves requests.
-pub fn health<S: Clone + Send + Sync + 'static>() -> Router<S> {
+pub(crate) fn health<S: Clone + Send + Sync + 'static>() -> Router<S> {
     Router::new().route("/health", get(|| async { "ok\n" }))
 }
 
 /// Status, dumps by hand, and incidents with their files.
-pub fn control<A: QuestionSender>() -> Router<A> {
+pub(crate) fn control<A: QuestionSender>() -> Router<A> {
     Router::new()
         .route("/status", get(status::<A>))
         .route("/dump", post(dump::<A>))
@@ -60,7 +60,7 @@ pub fn control<A: QuestionSender>() -> Router<A> {
 }
 
 /// The Prometheus text.
-pub fn metrics<A: QuestionSender>() -> Router<A> {
+pub(crate) fn metrics<A: QuestionSender>() -> Router<A> {
     Router::new().route("/metrics", get(metrics_page::<A>))
 }
 

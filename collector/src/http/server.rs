@@ -50,7 +50,7 @@ pub struct Server {
 
 /// The sender of a request.
 #[derive(Debug, Clone)]
-pub struct Caller {
+pub(crate) struct Caller {
     /// The user, if it is on this machine and known.
     pub uid: Option<u32>,
     limits: Limits,
@@ -60,18 +60,18 @@ pub struct Caller {
 impl Caller {
     /// Whether it is the user of this process, or root.
     #[must_use]
-    pub fn is_owner(&self) -> bool {
+    pub(crate) fn is_owner(&self) -> bool {
         is_owner(self.uid)
     }
 
     /// Notes that the request had the token, or began the stream of a node.
-    pub fn is_trusted(&self) {
+    pub(crate) fn is_trusted(&self) {
         self.watch.promote(&self.limits);
     }
 
     /// Notes a wrong token and delays the answer, which slows down guessing: a connection has one
     /// attempt per second, and an address or a user has few connections.
-    pub async fn failed(&self) {
+    pub(crate) async fn failed(&self) {
         let mut failures = self.watch.failures.lock().await;
         *failures += 1;
         sleep(FAILURE).await;
@@ -250,7 +250,7 @@ fn answered(answer: Result<Response, Infallible>, in_flight: InFlight) -> Respon
 ///
 /// # Errors
 /// If a file cannot be read or contains no certificate or key, or if the two do not match.
-pub fn tls_acceptor(certificate: &Path, key: &Path) -> Result<TlsAcceptor, Error> {
+pub(crate) fn tls_acceptor(certificate: &Path, key: &Path) -> Result<TlsAcceptor, Error> {
     let read = |path: &Path| file::read_within(path).map_err(Error::path("read", path));
     let (certificates, private) = (read(certificate)?, read(key)?);
     let chain: Result<Vec<CertificateDer<'_>>, _> = CertificateDer::pem_slice_iter(&certificates).collect();

@@ -25,7 +25,7 @@ fn short() -> Limits {
         stall: milliseconds(700),
         own: 8,
         each: 2,
-        strangers: 4,
+        unauthenticated: 4,
         trusted: 8,
     }
 }

@@ -55,7 +55,7 @@ const RECORD_RATE: f64 = 50.0;
 static WRITERS: Semaphore = Semaphore::const_new(4);
 
 /// The pages.
-pub fn routes<A: QuestionSender>() -> Router<A> {
+pub(crate) fn routes<A: QuestionSender>() -> Router<A> {
     Router::new()
         .route("/timeline", get(send::<A, TimelineQuery>).post(write::<A, TimelineQuery>))
         .route("/record", get(send::<A, RecordQuery>).post(write::<A, RecordQuery>))
@@ -179,7 +179,7 @@ async fn write<A: QuestionSender, W: Wish>(State(answers): State<A>, Query(wish)
         let mut written = folder::write(&below, std::iter::from_fn(|| chunks.blocking_recv()));
         if let (true, Ok(written)) = (draws, &mut written) {
             // The samples are there, so a missing picture is not a failure.
-            written.problems.extend(viewer::run(&written.path, true, DRAW).err());
+            written.problems.extend(viewer::run(&written.path, true, DRAW).err().map(|error| chain(&error)));
         }
         // The requester may be gone.
         drop(done.send(written));

@@ -35,16 +35,16 @@ pub struct Limits {
     /// Maximum number of unauthenticated connections of one other user or from one address.
     pub each: usize,
     /// Maximum number of all unauthenticated connections together.
-    pub strangers: usize,
+    pub unauthenticated: usize,
     /// Maximum number of connections with the token, or with the stream of a node.
     pub trusted: usize,
 }
 
 /// About one kilobyte per second over [`Limits::stall`].
-pub const STALL_BYTES: usize = 64 * 1024;
+pub(crate) const STALL_BYTES: usize = 64 * 1024;
 
 /// A peer whose machine vanished is noticed after twice this time.
-pub const KEEPALIVE: Duration = Duration::from_secs(5);
+pub(crate) const KEEPALIVE: Duration = Duration::from_secs(5);
 
 impl Limits {
     /// Limits for a process with this descriptor limit: most descriptors are for ranks, captures
@@ -60,7 +60,7 @@ impl Limits {
             stall: Duration::from_secs(60),
             own: share / 2,
             each: (share / 16).max(4),
-            strangers: share / 4,
+            unauthenticated: share / 4,
             trusted: descriptors / 2,
         }
     }
@@ -95,7 +95,7 @@ pub enum Class {
 }
 
 impl Class {
-    fn is_stranger(self) -> bool {
+    fn is_unauthenticated(self) -> bool {
         matches!(self, Class::User(_) | Class::Address(_))
     }
 }
@@ -153,7 +153,7 @@ impl Slots {
     pub fn evict(&self) {
         let mut open = lock(&self.open);
         let groups: [fn(Class) -> bool; 3] =
-            [Class::is_stranger, |class| class == Class::Own, |class| class == Class::Trusted];
+            [Class::is_unauthenticated, |class| class == Class::Own, |class| class == Class::Trusted];
         // Without a waiting connection, the process waits for the end of a busy one.
         let _ = groups.into_iter().any(|may_go| open.evict(may_go));
     }
@@ -204,7 +204,7 @@ impl Slots {
 
 /// Checks the deadlines of all connections until there is no server and no connection. With a timer
 /// of its own, each idle connection of a cluster collector would wake up once a second.
-pub async fn end_overdue(slots: Weak<Slots>, limits: Limits) {
+pub(crate) async fn end_overdue(slots: Weak<Slots>, limits: Limits) {
     let mut ticks = interval(limits.tick());
     loop {
         ticks.tick().await;
@@ -248,7 +248,9 @@ impl Connections {
         if self.count(|other| other == class) >= most && !self.evict(|other| other == class) {
             return false;
         }
-        !class.is_stranger() || self.count(Class::is_stranger) < limits.strangers || self.evict(Class::is_stranger)
+        !class.is_unauthenticated()
+            || self.count(Class::is_unauthenticated) < limits.unauthenticated
+            || self.evict(Class::is_unauthenticated)
     }
 
     /// Tells the connection to end that has waited longest for its next request.
@@ -410,7 +412,7 @@ impl Drop for InFlight {
 }
 
 /// A response body. Its request is in flight while it is sent.
-pub struct Answer {
+pub(crate) struct Answer {
     body: Body,
     request: InFlight,
     has_deadline: bool,
@@ -420,7 +422,7 @@ impl Answer {
     /// Removes the deadline of a message stream: it may be silent for long, and pings check the
     /// peer.
     #[must_use]
-    pub fn new(body: Body, request: InFlight, is_stream: bool) -> Self {
+    pub(crate) fn new(body: Body, request: InFlight, is_stream: bool) -> Self {
         let answer = Answer { body, request, has_deadline: !is_stream };
         answer.moved();
         answer
@@ -458,14 +460,14 @@ impl HttpBody for Answer {
 }
 
 /// A connection that notes when its peer receives nothing.
-pub struct Watched<Io> {
+pub(crate) struct Watched<Io> {
     io: Io,
     watch: Arc<Watch>,
 }
 
 impl<Io> Watched<Io> {
     /// Watches a connection.
-    pub fn new(io: Io, watch: Arc<Watch>) -> Self {
+    pub(crate) fn new(io: Io, watch: Arc<Watch>) -> Self {
         Watched { io, watch }
     }
 }
@@ -523,7 +525,7 @@ mod tests {
     use super::*;
 
     fn limits() -> Limits {
-        Limits { own: 3, each: 2, strangers: 3, trusted: 2, ..Limits::new(1024) }
+        Limits { own: 3, each: 2, unauthenticated: 3, trusted: 2, ..Limits::new(1024) }
     }
 
     #[test]

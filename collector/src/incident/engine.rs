@@ -73,7 +73,7 @@ impl Cause {
 
 /// A new cause and its origin.
 #[derive(Debug, Clone, PartialEq)]
-pub struct RaisedCause {
+pub(crate) struct RaisedCause {
     /// The job.
     pub job: JobKey,
     /// Its attempt.
@@ -93,7 +93,7 @@ pub struct RaisedCause {
 
 /// One incident.
 #[derive(Debug, Clone)]
-pub struct Incident {
+pub(crate) struct Incident {
     /// What is known of it since it was opened.
     pub head: Head,
     /// The current state.
@@ -135,14 +135,14 @@ impl Incident {
 
     /// Whether it is or was more than a dump by hand.
     #[must_use]
-    pub fn is_hang(&self) -> bool {
+    pub(crate) fn is_hang(&self) -> bool {
         self.seen.iter().any(|cause| *cause != Cause::Manual)
     }
 
     /// Whether it is only about a job that launches nothing, on this node or, if the cluster
     /// collector examines it, on all of its nodes.
     #[must_use]
-    pub fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.head.trigger.kind() == TriggerKind::Idle
             && self.seen.iter().all(|cause| matches!(cause, Cause::Idle | Cause::Cluster))
     }
@@ -166,7 +166,7 @@ impl Incident {
 
 /// An action for the caller.
 #[derive(Debug, Clone, PartialEq)]
-pub enum Action {
+pub(crate) enum Action {
     /// Dump the job of this incident.
     Dump(String),
     /// Continue this incident of an earlier collector: its hang lasts.
@@ -176,7 +176,7 @@ pub enum Action {
 }
 
 /// The information about jobs that the engine needs.
-pub trait Jobs {
+pub(crate) trait Jobs {
     /// Whether any rank of this attempt is running and no later attempt has begun.
     fn is_alive(&self, job: &JobKey, attempt: u32) -> bool;
 
@@ -191,7 +191,7 @@ pub trait Jobs {
 
 /// All incidents of a node.
 #[derive(Debug, Default)]
-pub struct Engine {
+pub(crate) struct Engine {
     incidents: BTreeMap<String, Incident>,
     // Deaths within their grace period, with its end.
     deaths: Vec<(u64, RaisedCause)>,
@@ -204,10 +204,10 @@ pub struct Engine {
 
 /// After the death of one rank, the others may be about to end: the end of a whole job is not an
 /// incident.
-pub const DEATH_GRACE_NS: u64 = 2_000_000_000;
+pub(crate) const DEATH_GRACE_NS: u64 = 2_000_000_000;
 /// A hang is over after this time without a cause: ranks notice the end of a hang at different
 /// times.
-pub const QUIET_NS: u64 = 1_000_000_000;
+pub(crate) const QUIET_NS: u64 = 1_000_000_000;
 /// A search on a disk that takes longer is not waited for.
 pub(crate) const SEARCH_NS: u64 = 1_000_000_000;
 /// Closed hangs, and closed dumps by hand, that are kept for `/status`. Their folders stay.
@@ -215,13 +215,13 @@ const MAX_CLOSED: usize = 500;
 
 impl Engine {
     /// All incidents, oldest first.
-    pub fn incidents(&self) -> impl DoubleEndedIterator<Item = &Incident> {
+    pub(crate) fn incidents(&self) -> impl DoubleEndedIterator<Item = &Incident> {
         self.incidents.values()
     }
 
     /// One incident.
     #[must_use]
-    pub fn get(&self, id: &str) -> Option<&Incident> {
+    pub(crate) fn get(&self, id: &str) -> Option<&Incident> {
         self.incidents.get(id)
     }
 
@@ -234,7 +234,7 @@ impl Engine {
 
     /// Whether ranks of a job on this node have a problem.
     #[must_use]
-    pub fn has_local_problem(&self, job: &JobKey) -> bool {
+    pub(crate) fn has_local_problem(&self, job: &JobKey) -> bool {
         let is_affected =
             |incident: &&Incident| incident.head.job == *job && incident.state.is_open() && !incident.superseded;
         self.incidents.values().filter(is_affected).flat_map(|incident| &incident.causes).any(Cause::is_local)
@@ -242,12 +242,12 @@ impl Engine {
 
     /// Whether a dump is in progress.
     #[must_use]
-    pub fn is_busy(&self) -> bool {
+    pub(crate) fn is_busy(&self) -> bool {
         !self.deaths.is_empty() || self.incidents.values().any(|incident| incident.state == State::Open)
     }
 
     /// A cause has come up: it joins the open incident of the job or opens one.
-    pub fn raise(&mut self, raise: RaisedCause, now: Now) -> Option<Action> {
+    pub(crate) fn raise(&mut self, raise: RaisedCause, now: Now) -> Option<Action> {
         let of_job = |incident: &&mut Incident| {
             incident.head.job == raise.job && incident.head.attempt == raise.attempt && !incident.superseded
         };
@@ -288,7 +288,7 @@ impl Engine {
 
     /// The cluster collector requests a dump. The causes of the job on this node also become causes
     /// of this incident.
-    pub fn open_for_cluster(&mut self, id: &str, job: &JobKey, attempt: u32, trigger: Trigger, now: Now) {
+    pub(crate) fn open_for_cluster(&mut self, id: &str, job: &JobKey, attempt: u32, trigger: Trigger, now: Now) {
         let by_hand = trigger.kind() == TriggerKind::Manual;
         let mut causes = BTreeSet::from([if by_hand { Cause::Manual } else { Cause::Cluster }]);
         // The request may repeat an incident whose world is over here.
@@ -305,7 +305,7 @@ impl Engine {
 
     /// Renames an incident without a dump to the one that the cluster collector has opened for its
     /// job.
-    pub fn rename(&mut self, old: &str, new: &str) {
+    pub(crate) fn rename(&mut self, old: &str, new: &str) {
         if let Some(mut incident) = self.incidents.remove(old) {
             incident.head.id = new.into();
             incident.add(Cause::Cluster);
@@ -314,7 +314,7 @@ impl Engine {
     }
 
     /// The cluster collector adopts an incident that is already dumped.
-    pub fn join_cluster_incident(&mut self, id: &str) {
+    pub(crate) fn join_cluster_incident(&mut self, id: &str) {
         if let Some(incident) = self.incidents.get_mut(id).filter(|one| one.state.is_open() && one.is_hang()) {
             incident.add(Cause::Cluster);
         }
@@ -323,7 +323,7 @@ impl Engine {
     /// The dump of an incident is finished and showed no problem. If the job is only idle, the
     /// incident is over, and the result is true. Otherwise its causes are examined again while they
     /// last. In both cases it does not count against the limit of the job's incidents.
-    pub fn found_mild(&mut self, id: &str, now: Now) -> bool {
+    pub(crate) fn found_mild(&mut self, id: &str, now: Now) -> bool {
         let Some(incident) = self.incidents.get_mut(id) else { return false };
         incident.dumped = Some(now);
         incident.state = State::Dumped;
@@ -337,7 +337,7 @@ impl Engine {
     }
 
     /// Gives an incident another name for its next dump: the old one is that of a mild capture.
-    pub fn rename_examined(&mut self, old: &str, now: Now) -> Option<String> {
+    pub(crate) fn rename_examined(&mut self, old: &str, now: Now) -> Option<String> {
         let mut incident = self.incidents.remove(old)?;
         let id = self.new_name(now);
         incident.head.id.clone_from(&id);
@@ -348,7 +348,7 @@ impl Engine {
     }
 
     /// Removes an incident without a dump.
-    pub fn discard(&mut self, id: &str) {
+    pub(crate) fn discard(&mut self, id: &str) {
         self.incidents.remove(id);
     }
 
@@ -380,12 +380,12 @@ impl Engine {
 
     /// The incident whose dump a request by hand has joined or opened.
     #[must_use]
-    pub fn dump_in_progress(&self, job: &JobKey) -> Option<&Incident> {
+    pub(crate) fn dump_in_progress(&self, job: &JobKey) -> Option<&Incident> {
         self.incidents.values().rev().find(|incident| incident.head.job == *job && incident.state == State::Open)
     }
 
     /// A cause is over.
-    pub fn clear_cause(&mut self, job: &JobKey, cause: &Cause, now: Now) {
+    pub(crate) fn clear_cause(&mut self, job: &JobKey, cause: &Cause, now: Now) {
         // A signal belongs to its process, whichever job the process is assigned to.
         let is_affected = |of: &JobKey| of == job || cause.pid().is_some();
         self.deferred.retain(|deferred| !is_affected(&deferred.job) || deferred.cause != *cause);
@@ -397,7 +397,7 @@ impl Engine {
 
     /// The assignment of processes to jobs changed: causes follow their processes. Returns the
     /// causes that were in an incident of another job and must be raised again.
-    pub fn reassign_causes(&mut self, job_of: impl Fn(i32) -> Option<JobKey>, now: Now) -> Vec<Cause> {
+    pub(crate) fn reassign_causes(&mut self, job_of: impl Fn(i32) -> Option<JobKey>, now: Now) -> Vec<Cause> {
         let deaths = self.deaths.iter_mut().map(|(_, death)| death);
         for raise in self.deferred.iter_mut().chain(deaths) {
             if let Some(job) = raise.cause.pid().and_then(&job_of) {
@@ -427,7 +427,7 @@ impl Engine {
     }
 
     /// A process left or died: its causes can no longer resolve.
-    pub fn process_gone(&mut self, job: &JobKey, pid: i32, now: Now) {
+    pub(crate) fn process_gone(&mut self, job: &JobKey, pid: i32, now: Now) {
         self.deferred.retain(|deferred| deferred.job != *job || deferred.cause.pid() != Some(pid));
         for incident in self.incidents.values_mut().filter(|incident| incident.head.job == *job) {
             let keep = |cause: &Cause| cause.pid() != Some(pid) || matches!(cause, Cause::Death { .. });
@@ -439,7 +439,7 @@ impl Engine {
 
     /// A world begins on this node. The causes of the previous world are over, and causes of this
     /// world belong to another incident.
-    pub fn world_began(&mut self, job: &JobKey) {
+    pub(crate) fn world_began(&mut self, job: &JobKey) {
         for incident in self.incidents.values_mut().filter(|one| one.head.job == *job && one.state.is_open()) {
             incident.superseded = true;
             incident.causes.retain(|cause| *cause == Cause::Manual);
@@ -450,7 +450,7 @@ impl Engine {
 
     /// A new process replaced one that ended: a launcher restarts the job. Its other ranks get a
     /// new grace period, because they are replaced one by one.
-    pub fn process_replaced(&mut self, job: &JobKey, pid: i32, now: Now) {
+    pub(crate) fn process_replaced(&mut self, job: &JobKey, pid: i32, now: Now) {
         let is_affected = |raise: &RaisedCause| raise.job == *job && raise.cause == Cause::Death { pid };
         self.deferred.retain(|deferred| !is_affected(deferred));
         let before = self.deaths.len();
@@ -464,7 +464,7 @@ impl Engine {
 
     /// Starts another dump of an incident whose folder is finished. Returns false if it is in
     /// another state.
-    pub fn restart_dump(&mut self, id: &str) -> bool {
+    pub(crate) fn restart_dump(&mut self, id: &str) -> bool {
         let dumped = self.incidents.get_mut(id).filter(|incident| incident.state == State::Dumped);
         dumped.is_some_and(|incident| {
             incident.state = State::Open;
@@ -473,7 +473,7 @@ impl Engine {
     }
 
     /// The folder of an incident is finished, or could not be made.
-    pub fn dump_finished(&mut self, id: &str, now: Now) -> Option<Action> {
+    pub(crate) fn dump_finished(&mut self, id: &str, now: Now) -> Option<Action> {
         let incident = self.incidents.get_mut(id)?;
         incident.dumped = Some(now);
         incident.state = State::Dumped;
@@ -485,7 +485,7 @@ impl Engine {
     }
 
     /// Closes incidents that are over, and opens those whose grace period has ended.
-    pub fn tick(&mut self, jobs: &impl Jobs, now: Now) -> Vec<Action> {
+    pub(crate) fn tick(&mut self, jobs: &impl Jobs, now: Now) -> Vec<Action> {
         let mut actions = Vec::new();
         let (due, waiting) = std::mem::take(&mut self.deaths).into_iter().partition(|(due, _)| *due <= now.mono_ns);
         self.deaths = waiting;
@@ -547,12 +547,12 @@ impl Engine {
 
     /// A search on disk for incidents of an earlier collector begins. Until it ends, or takes too
     /// long, no incident is opened, because the cause may belong to one of them.
-    pub fn begin_search(&mut self, now: Now) {
+    pub(crate) fn begin_search(&mut self, now: Now) {
         self.searching_until_ns = now.mono_ns + SEARCH_NS;
     }
 
     /// All searches have ended.
-    pub fn end_search(&mut self) {
+    pub(crate) fn end_search(&mut self) {
         self.searching_until_ns = 0;
     }
 
@@ -562,7 +562,7 @@ impl Engine {
 
     /// Adopts an incident that an earlier collector left open on disk. If the hang lasts, its
     /// signals come again.
-    pub fn adopt(&mut self, record: Record, wait_ns: u64, now: Now) {
+    pub(crate) fn adopt(&mut self, record: Record, wait_ns: u64, now: Now) {
         let head = record.head(record.opened_mono_ns);
         let incident = Incident {
             state: State::Adopted,

@@ -15,13 +15,13 @@ use crate::os::clock::nanoseconds;
 
 /// Makes the verdict. Never panics.
 #[must_use]
-pub fn judge(evidence: &Evidence) -> Verdict {
+pub(crate) fn judge(evidence: &Evidence) -> Verdict {
     judge_encoded(evidence, &[])
 }
 
 /// Like [`judge`], with the operations of each rank if they are encoded.
 #[must_use]
-pub fn judge_encoded(evidence: &Evidence, operations: &[EncodedOperations]) -> Verdict {
+pub(crate) fn judge_encoded(evidence: &Evidence, operations: &[EncodedOperations]) -> Verdict {
     judge_by(evidence, |evidence| xpu_timer_analysis::judge_encoded(evidence, operations))
 }
 
@@ -29,14 +29,14 @@ pub fn judge_encoded(evidence: &Evidence, operations: &[EncodedOperations]) -> V
 ///
 /// # Errors
 /// The message of a panic.
-pub fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, String> {
     // Nothing that the work has touched is used after a panic.
     catch_unwind(AssertUnwindSafe(work)).map_err(|payload| panic_message(&*payload))
 }
 
 /// A verdict with the cause `unknown` and this sentence, for an incident that cannot be judged.
 #[must_use]
-pub fn unknown(evidence: &Evidence, sentence: String) -> Verdict {
+pub(crate) fn unknown(evidence: &Evidence, sentence: String) -> Verdict {
     let bare = Evidence { ranks: Vec::new(), trigger: None, ..evidence.clone() };
     let mut verdict = xpu_timer_analysis::judge(&bare);
     (verdict.cause, verdict.confidence, verdict.sentence) = (Cause::Unknown, Confidence::Low, sentence);
@@ -45,7 +45,7 @@ pub fn unknown(evidence: &Evidence, sentence: String) -> Verdict {
 
 /// Whether a verdict justifies ending the ranks of its job.
 #[must_use]
-pub fn grounds(verdict: &Verdict) -> Grounds {
+pub(crate) fn grounds(verdict: &Verdict) -> Grounds {
     // A low confidence in the cause `comm_init` means that a rank starts up and makes progress.
     let starts = verdict.cause == Cause::CommInit && verdict.confidence == Confidence::Low;
     match verdict.hang {
@@ -65,7 +65,7 @@ const SHORTEST_WAIT: Duration = Duration::from_secs(1);
 
 /// Nanoseconds until a job that may be healthy is dumped again, given the number of dumps so far.
 #[must_use]
-pub fn recheck_delay_ns(hang_timeout: Duration, looks: u32) -> u64 {
+pub(crate) fn recheck_delay_ns(hang_timeout: Duration, looks: u32) -> u64 {
     let wait_ns = nanoseconds(hang_timeout.max(SHORTEST_WAIT));
     wait_ns.saturating_mul(1 << looks.min(MOST_DOUBLINGS))
 }

@@ -28,19 +28,19 @@ const VIEW: Duration = Duration::from_secs(60);
 
 /// The folder of the mild captures beside the incidents in `root`.
 #[must_use]
-pub fn root_of(root: &Path) -> PathBuf {
+pub(crate) fn root_of(root: &Path) -> PathBuf {
     root.join("mild")
 }
 
 /// Whether a verdict shows no problem. The death of a rank is one, even if no rank waits for it.
 #[must_use]
-pub fn is_mild(verdict: &Verdict) -> bool {
+pub(crate) fn is_mild(verdict: &Verdict) -> bool {
     verdict.hang == HangEvidence::None && verdict.cause != Cause::ProcessDead
 }
 
 /// A job whose captures are promoted.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct OfJob {
+pub(crate) struct OfJob {
     /// [`Record::job`].
     pub job: String,
     /// [`Record::instance`].
@@ -63,7 +63,7 @@ impl OfJob {
 /// Makes the captures of a job incidents, and returns their names, oldest first. `reason` completes
 /// "it is kept because".
 #[must_use]
-pub fn promote(root: &Path, of: &OfJob, reason: &str) -> Vec<String> {
+pub(crate) fn promote(root: &Path, of: &OfJob, reason: &str) -> Vec<String> {
     let mut promoted = Vec::new();
     for folder in own_folders(&root_of(root)) {
         if !records::record(&folder).is_some_and(|record| of.has(&record)) {
@@ -88,15 +88,15 @@ pub fn promote(root: &Path, of: &OfJob, reason: &str) -> Vec<String> {
 }
 
 /// Draws the pictures of promoted captures on a thread of their own.
-pub fn draw(root: &Path, promoted: &[String]) {
+pub(crate) fn draw(root: &Path, promoted: &[String]) {
     if promoted.is_empty() {
         return;
     }
     let folders: Vec<PathBuf> = promoted.iter().map(|name| root.join(format!("incident-{name}"))).collect();
     let work = move || {
         for folder in folders {
-            if let Err(problem) = viewer::run(&folder, true, VIEW) {
-                warn!("{}: {problem}", folder.display());
+            if let Err(error) = viewer::run(&folder, true, VIEW) {
+                warn!("{}: {}", folder.display(), chain(&error));
             }
         }
     };
@@ -117,7 +117,7 @@ pub(super) mod tests {
     };
 
     /// A capture of a job that began at `number`.
-    pub fn capture(root: &Path, number: u64, job: &str, bytes: usize) {
+    pub(crate) fn capture(root: &Path, number: u64, job: &str, bytes: usize) {
         let name = format!("20261121T{number:06}Z-00000001");
         let (folder, _) = Folder::create(&root_of(root), root, &name).unwrap();
         folder.release_reserve();
@@ -130,7 +130,7 @@ pub(super) mod tests {
         write_record(&folder.path, &record);
     }
 
-    pub fn names(root: &Path) -> Vec<String> {
+    pub(crate) fn names(root: &Path) -> Vec<String> {
         own_folders(root).iter().map(|folder| id(folder)[9..15].trim_start_matches('0').to_string()).collect()
     }
 

@@ -1,11 +1,11 @@
 //! A node's part of an incident of a job: merged trees and condensed evidence, and the messages
 //! that carry it to the cluster collector.
 
-use std::path::PathBuf;
+use std::{io, path::PathBuf};
 
 use xpu_timer_analysis::{Verdict, condense, condense_process, folded, prefix_tree::PrefixTree};
 use xpu_timer_proto::{
-    Message as _, lenient,
+    DecodeError, Message as _, lenient,
     server::Stacktrace,
     v1::{NodeDump, ProcessEvidence, RankEvidence},
 };
@@ -69,6 +69,23 @@ impl Part {
     }
 }
 
+/// Why a node's part cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum PartError {
+    #[error("{}", path.display())]
+    Read {
+        path: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("{}", path.display())]
+    Decode {
+        path: PathBuf,
+        #[source]
+        source: DecodeError,
+    },
+}
+
 /// Location of a node's part.
 #[derive(Debug, Clone)]
 pub enum PartLocation {
@@ -79,13 +96,16 @@ pub enum PartLocation {
 }
 
 impl PartLocation {
-    pub(crate) fn read(&self) -> Result<NodeDump, String> {
+    pub(crate) fn read(&self) -> Result<NodeDump, PartError> {
         match self {
             PartLocation::InMemory(part) => Ok((**part).clone()),
             PartLocation::InFolder(folder) => {
                 let path = folder.join(PART);
-                let bytes = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-                lenient::decode(&bytes).map_err(|error| format!("{}: {error}", path.display()))
+                let bytes = match std::fs::read(&path) {
+                    Ok(bytes) => bytes,
+                    Err(source) => return Err(PartError::Read { path, source }),
+                };
+                lenient::decode(&bytes).map_err(|source| PartError::Decode { path, source })
             }
         }
     }

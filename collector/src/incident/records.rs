@@ -42,7 +42,7 @@ pub struct OpenIncident {
 /// Returns the incidents of this boot whose verdict still has the status `open`, and those whose
 /// folder a killed collector has left unfinished. Finishes such folders without a record.
 #[must_use]
-pub fn open_in(root: &Path, boot: &str) -> Vec<OpenIncident> {
+pub(crate) fn open_in(root: &Path, boot: &str) -> Vec<OpenIncident> {
     verdict_files::finish_leftovers(root);
     let of = |(folder, record): (PathBuf, Record)| {
         if record.boot != boot {
@@ -64,7 +64,7 @@ pub fn open_in(root: &Path, boot: &str) -> Vec<OpenIncident> {
 /// The incidents that an earlier cluster collector left open. The nodes keep their part in them, so
 /// they outlast a boot of this machine.
 #[must_use]
-pub fn open_in_cluster(root: &Path) -> Vec<OpenIncident> {
+pub(crate) fn open_in_cluster(root: &Path) -> Vec<OpenIncident> {
     verdict_files::forget_timelines(root);
     let of = |(folder, record): (PathBuf, Record)| {
         let verdict = verdict(&folder);
@@ -85,7 +85,7 @@ fn recorded(root: &Path, name: &str, newest: usize) -> impl Iterator<Item = (Pat
 /// All incidents below some roots, oldest first, as `/incidents` shows them. On a file system that
 /// the nodes of a job share, the folder of the job represents the folders of the nodes.
 #[must_use]
-pub fn list(roots: &[PathBuf]) -> Vec<Value> {
+pub(crate) fn list(roots: &[PathBuf]) -> Vec<Value> {
     let mut all: Vec<Value> = Vec::new();
     let mut seen: BTreeSet<String> = BTreeSet::new();
     // A name sorts before longer names that begin with it.
@@ -179,13 +179,13 @@ impl WithoutFolder {
 /// The `verdict.json` of one incident. An id from outside is compared with existing names and never
 /// used as a path.
 #[must_use]
-pub fn verdict_json(roots: &[PathBuf], wanted: &str) -> Option<Vec<u8>> {
+pub(crate) fn verdict_json(roots: &[PathBuf], wanted: &str) -> Option<Vec<u8>> {
     read(&find(roots, wanted)?.join("verdict.json"))
 }
 
 /// Names and sizes of the user-facing files of an incident; `None` if there is no such incident.
 #[must_use]
-pub fn files(roots: &[PathBuf], wanted: &str) -> Option<Vec<Value>> {
+pub(crate) fn files(roots: &[PathBuf], wanted: &str) -> Option<Vec<Value>> {
     let folder = find(roots, wanted)?;
     let mut files: Vec<(String, u64)> = fs::read_dir(folder)
         .into_iter()
@@ -203,7 +203,7 @@ pub fn files(roots: &[PathBuf], wanted: &str) -> Option<Vec<Value>> {
 /// One file of an incident and its size. Both names come from outside; they are compared with
 /// existing names and never used as a path.
 #[must_use]
-pub fn file(roots: &[PathBuf], wanted: &str, name: &str) -> Option<(File, u64)> {
+pub(crate) fn file(roots: &[PathBuf], wanted: &str, name: &str) -> Option<(File, u64)> {
     let folder = find(roots, wanted)?;
     let entry = fs::read_dir(folder).ok()?.flatten().find(|entry| entry.file_name().to_str() == Some(name))?;
     if name.starts_with('.') {
@@ -228,7 +228,7 @@ fn find(roots: &[PathBuf], wanted: &str) -> Option<PathBuf> {
 
 /// Whether the incident of a folder was requested by hand and had no problem. False if in doubt.
 #[must_use]
-pub fn was_requested_by_hand(folder: &Path) -> bool {
+pub(crate) fn was_requested_by_hand(folder: &Path) -> bool {
     let record = record(folder);
     verdict(folder).is_some_and(|verdict| {
         let was_asked_for = verdict.trigger.kind == "manual";
@@ -242,14 +242,14 @@ pub fn was_requested_by_hand(folder: &Path) -> bool {
 
 /// The record of a collector in a folder.
 #[must_use]
-pub fn record(folder: &Path) -> Option<Record> {
+pub(crate) fn record(folder: &Path) -> Option<Record> {
     let bytes = [RECORD, CLUSTER_RECORD].iter().find_map(|name| read(&folder.join(name)))?;
     serde_json::from_slice(&bytes).ok()
 }
 
 /// The verdict in a folder.
 #[must_use]
-pub fn verdict(folder: &Path) -> Option<Verdict> {
+pub(crate) fn verdict(folder: &Path) -> Option<Verdict> {
     serde_json::from_slice(&read(&folder.join("verdict.json"))?).ok()
 }
 

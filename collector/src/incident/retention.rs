@@ -28,7 +28,7 @@ use crate::{
 };
 
 /// Cleans up some roots on a thread of its own: a network file system may be slow.
-pub fn start(roots: Vec<PathBuf>, keep: RetentionLimits, open: BTreeSet<String>) {
+pub(crate) fn start(roots: Vec<PathBuf>, keep: RetentionLimits, open: BTreeSet<String>) {
     let work = move || {
         for root in roots {
             retire(&root, keep, &open, SystemTime::now());
@@ -175,7 +175,7 @@ const MAX_BYTES: u64 = 256 * 1024 * 1024;
 /// Removes the mild captures beside the incidents in `root` that are beyond the limits, and those
 /// that a killed collector left unfinished. `age` is the age after which incidents are removed;
 /// zero means no limit.
-pub fn trim_captures(root: &Path, age: Duration, now: SystemTime) {
+pub(crate) fn trim_captures(root: &Path, age: Duration, now: SystemTime) {
     let root = root_of(root);
     if !root.is_dir() {
         return;
@@ -234,7 +234,7 @@ fn try_keep_capture(folder: &Path) -> Result<(), Error> {
 }
 
 /// Removes a mild capture.
-pub fn discard_capture(folder: &Path) {
+pub(crate) fn discard_capture(folder: &Path) {
     if let Some(root) = folder.parent() {
         remove(root, folder, "its job is captured again");
     }

@@ -27,7 +27,7 @@ use crate::{
 };
 
 /// Writes `verdict.json` and `verdict.txt` and logs errors. Returns whether both were written.
-pub fn write_verdict(folder: &Folder, verdict: &Verdict) -> bool {
+pub(crate) fn write_verdict(folder: &Folder, verdict: &Verdict) -> bool {
     let written = try_write_verdict(folder, verdict);
     if let Err(error) = &written {
         warn!("incident {}: {}", verdict.incident, chain(error));
@@ -39,7 +39,7 @@ pub fn write_verdict(folder: &Folder, verdict: &Verdict) -> bool {
 ///
 /// # Errors
 /// If one of them cannot be written. The other one is still attempted.
-pub fn try_write_verdict(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
+pub(crate) fn try_write_verdict(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
     let _turn = Turn::wait(&folder.path);
     write_both(folder, verdict)
 }
@@ -56,7 +56,7 @@ fn write_both(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
 ///
 /// # Errors
 /// If the link cannot be made.
-pub fn link_latest(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
+pub(crate) fn link_latest(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
     let Some(root) = folder.path.parent() else { return Ok(()) };
     let latest = || -> Option<_> {
         let path = fs::canonicalize(root.join("latest")).ok()?;
@@ -105,7 +105,7 @@ impl Drop for Turn {
 ///
 /// # Errors
 /// If it cannot be read.
-pub fn change_verdict(path: &Path, change: impl FnOnce(&mut Verdict)) -> Result<(), Error> {
+pub(crate) fn change_verdict(path: &Path, change: impl FnOnce(&mut Verdict)) -> Result<(), Error> {
     let _turn = Turn::wait(path);
     let file = path.join("verdict.json");
     let bytes = fs::read(&file).map_err(Error::path("read", &file))?;
@@ -120,7 +120,7 @@ pub fn change_verdict(path: &Path, change: impl FnOnce(&mut Verdict)) -> Result<
 
 /// Writes the status of an incident, and when it was closed, into the verdict of its folder. Logs
 /// errors.
-pub fn set_status(incident: &str, folder: &Path, status: Status, closed_unix_ns: Option<u64>) {
+pub(crate) fn set_status(incident: &str, folder: &Path, status: Status, closed_unix_ns: Option<u64>) {
     let changed = change_verdict(folder, |verdict| {
         verdict.timing.status = status;
         verdict.timing.resolved_at = closed_unix_ns.map(rfc3339);
@@ -132,26 +132,26 @@ pub fn set_status(incident: &str, folder: &Path, status: Status, closed_unix_ns:
 
 /// Writes the names of the other incidents with the same culprit into the verdict of a folder. Logs
 /// errors.
-pub fn name_others(folder: &Path, others: Vec<String>) {
+pub(crate) fn name_others(folder: &Path, others: Vec<String>) {
     if let Err(error) = change_verdict(folder, |verdict| verdict.timing.same_culprit = others) {
         warn!("{}: {}", folder.display(), chain(&error));
     }
 }
 
 /// Adds a problem to the verdict of a folder. Logs errors.
-pub fn note_problem(folder: &Path, problem: String) {
+pub(crate) fn note_problem(folder: &Path, problem: String) {
     if let Err(error) = change_verdict(folder, |verdict| verdict.timing.errors.push(problem)) {
         warn!("{}: {}", folder.display(), chain(&error));
     }
 }
 
 /// Name of the file with the state of an incident for the next collector of the node.
-pub const RECORD: &str = ".collector.json";
+pub(crate) const RECORD: &str = ".collector.json";
 /// Name of the file with the state of an incident for the next cluster collector.
-pub const CLUSTER_RECORD: &str = ".cluster.json";
+pub(crate) const CLUSTER_RECORD: &str = ".cluster.json";
 
 /// Writes the record of a node collector. Logs an error.
-pub fn write_record(path: &Path, record: &Record) {
+pub(crate) fn write_record(path: &Path, record: &Record) {
     if let Err(error) = try_write_record(path, RECORD, record) {
         info!("incident {}: a restarted collector will not know this incident: {}", record.id, chain(&error));
     }
@@ -161,7 +161,7 @@ pub fn write_record(path: &Path, record: &Record) {
 ///
 /// # Errors
 /// If it cannot be written.
-pub fn try_write_record(path: &Path, name: &str, record: &Record) -> Result<(), Error> {
+pub(crate) fn try_write_record(path: &Path, name: &str, record: &Record) -> Result<(), Error> {
     Folder { path: path.into() }.write(name, &serde_json::to_vec_pretty(record).unwrap_or_default())
 }
 
@@ -170,7 +170,7 @@ const MAX_STAMP_BYTES: u64 = 512;
 
 /// Finishes the folders that a killed collector of this machine was writing. Written stacks are
 /// useful; a folder without stacks contains no information.
-pub fn finish_leftovers(root: &Path) {
+pub(crate) fn finish_leftovers(root: &Path) {
     let without_record = |path: &PathBuf| is_leftover(path) && !path.join(RECORD).exists();
     own_folders(root).into_iter().filter(without_record).for_each(finish_leftover_folder);
     forget_timelines(root);
@@ -178,7 +178,7 @@ pub fn finish_leftovers(root: &Path) {
 
 /// The timelines that a killed collector of this machine was writing or fetching do not come any
 /// more.
-pub fn forget_timelines(root: &Path) {
+pub(crate) fn forget_timelines(root: &Path) {
     let is_abandoned =
         |path: &PathBuf| writer(&path.join(timeline::PENDING)).is_some_and(|stamp| is_writer_gone(&stamp));
     for path in own_folders(root).into_iter().filter(is_abandoned) {
@@ -188,7 +188,7 @@ pub fn forget_timelines(root: &Path) {
 }
 
 /// Finishes one folder that a killed collector was writing.
-pub fn finish_leftover_folder(path: PathBuf) {
+pub(crate) fn finish_leftover_folder(path: PathBuf) {
     let folder = Folder { path };
     folder.release_reserve();
     let has = |end: &str| {
@@ -227,7 +227,7 @@ fn writer(path: &Path) -> Option<String> {
 }
 
 /// Whether a stamp is of a process of this machine that is gone.
-pub fn is_writer_gone(stamp: &str) -> bool {
+pub(crate) fn is_writer_gone(stamp: &str) -> bool {
     let Some((place, process)) = stamp.rsplit_once(' ') else { return false };
     let lives = || {
         let (pid, start) = process.split_once(':')?;
@@ -241,7 +241,7 @@ pub fn is_writer_gone(stamp: &str) -> bool {
 ///
 /// # Errors
 /// If that is still not possible.
-pub fn recreate_folder(root: &Path, fallback: &Path, name: &str, verdict: &Verdict) -> Result<Folder, Error> {
+pub(crate) fn recreate_folder(root: &Path, fallback: &Path, name: &str, verdict: &Verdict) -> Result<Folder, Error> {
     let (folder, _) = Folder::create(root, fallback, name)?;
     folder.release_reserve();
     let written = try_write_verdict(&folder, verdict).and_then(|()| link_latest(&folder, verdict));

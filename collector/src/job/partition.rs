@@ -12,11 +12,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 /// A process, identified by pid and start time.
-pub type ProcessId = (i32, u64);
+pub(crate) type ProcessId = (i32, u64);
 
 /// A process and what is known of its membership in a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Member {
+pub(crate) struct Member {
     /// `None` if it is not visible in this PID namespace.
     pub process: Option<ProcessId>,
     /// Its ancestors when it was first seen, nearest first, followed by the launched command that
@@ -61,7 +61,7 @@ pub struct CommunicatorRank {
 
 /// The job that a member belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Assignment {
+pub(crate) struct Assignment {
     /// Members of one job have the same number: the index of its first member.
     pub group: usize,
     /// Whether it is a helper that inherited the number of a rank.
@@ -89,7 +89,7 @@ impl Member {
     /// Whether it ended before another process was started. The end may have been noticed late, but
     /// a process that certainly lived after the start of the other one did not end before it.
     #[must_use]
-    pub fn ended_before(&self, other: &Member) -> bool {
+    pub(crate) fn ended_before(&self, other: &Member) -> bool {
         self.ended_ns <= other.started_ns.saturating_add(NOTICED_NS)
             && self.ended_ns <= other.registered_ns
             && self.alive_ns <= other.started_ns.saturating_add(START_TIME_ERROR_NS)
@@ -299,7 +299,7 @@ impl<'m> Groups<'m> {
 /// Splits the processes of one name into jobs. The result has one assignment for each member, in
 /// their order.
 #[must_use]
-pub fn partition(members: &[Member]) -> Vec<Assignment> {
+pub(crate) fn partition(members: &[Member]) -> Vec<Assignment> {
     let host = |helper: &Member| {
         let is_host = |other: &Member| {
             helper.descends_from(other)

@@ -9,7 +9,7 @@ use xpu_timer_proto::{
 
 /// The read position in a ring.
 #[derive(Debug, Default)]
-pub struct Cursor {
+pub(crate) struct Cursor {
     /// The first ticket that was not read yet; `None` before the first read.
     next: Option<u64>,
     /// Incomplete tickets, in ascending order.
@@ -42,7 +42,7 @@ impl Cursor {
     ///
     /// # Errors
     /// The errors of `read_at`.
-    pub fn read_completed(
+    pub(crate) fn read_completed(
         &mut self,
         read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>,
         tickets: u64,
@@ -94,13 +94,13 @@ impl Cursor {
 
     /// Number of tickets that have been taken since the last read.
     #[must_use]
-    pub fn unread(&self, tickets: u64) -> u64 {
+    pub(crate) fn unread(&self, tickets: u64) -> u64 {
         tickets.saturating_sub(self.next.unwrap_or(0))
     }
 
     /// Operations that have not completed.
     #[must_use]
-    pub fn pending(&self) -> usize {
+    pub(crate) fn pending(&self) -> usize {
         self.waiting.len()
     }
 }

@@ -13,7 +13,7 @@ use crate::metrics::MetricsSettings;
 
 /// The kind of measurement.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Family {
+pub(crate) enum Family {
     /// Bits and Gbps on the bus.
     Collective,
     /// Floating-point operations and TFLOPS.
@@ -22,7 +22,7 @@ pub enum Family {
 
 /// The series of an operation within its rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Key {
+pub(crate) struct Key {
     /// What is measured.
     pub family: Family,
     dtype: &'static str,
@@ -44,7 +44,7 @@ struct Transfer {
 impl Key {
     /// Labels in addition to those of the rank, in output order.
     #[must_use]
-    pub fn labels(&self) -> Vec<(&'static str, String)> {
+    pub(crate) fn labels(&self) -> Vec<(&'static str, String)> {
         let mut labels = vec![("dtype", self.dtype.to_string()), ("operation", self.operation.to_string())];
         labels.extend(self.level.map(|level| ("level", level.to_string())));
         if let Some(Transfer { algorithm, spans_nodes, is_small }) = &self.transfer {
@@ -64,7 +64,7 @@ impl Key {
 
 /// Duration and amount of work of one operation.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Measurement {
+pub(crate) struct Measurement {
     /// When it completed, CLOCK_MONOTONIC.
     pub at_ns: u64,
     /// Device time in microseconds.
@@ -76,7 +76,7 @@ pub struct Measurement {
 impl Family {
     /// Performance in Gbps or TFLOPS.
     #[must_use]
-    pub fn performance(self, amount: f64, us: f64) -> f64 {
+    pub(crate) fn performance(self, amount: f64, us: f64) -> f64 {
         let per_us = match self {
             Family::Collective => 1e3,
             Family::Matmul => 1e6,
@@ -95,7 +95,7 @@ const SMALL_BITS: f64 = 8192.0;
 /// `spans_nodes` is whether the communicator has ranks on other nodes. `None` if nothing is
 /// transferred or there is no timing.
 #[must_use]
-pub fn collective(
+pub(crate) fn collective(
     together: &[(&Operation, &Communicator)],
     spans_nodes: bool,
     settings: &MetricsSettings,
@@ -140,7 +140,7 @@ fn collective_key(operation: &Operation, spans_nodes: bool, done: &Measurement, 
 
 /// Series and amount of a completed matrix product or flash attention.
 #[must_use]
-pub fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key, Measurement)> {
+pub(crate) fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key, Measurement)> {
     let shape = operation.matmul.as_ref()?;
     if operation.status() != OpStatus::Completed || operation.device_ns == 0 {
         return None;

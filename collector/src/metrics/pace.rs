@@ -9,7 +9,7 @@ use xpu_timer_proto::v1::{Communicator, CommunicatorPace, Op, OpKind, OpStatus, 
 
 /// The blocks of one rank.
 #[derive(Debug, Default)]
-pub struct Recorder {
+pub(crate) struct Recorder {
     /// The finished blocks.
     pub pace: Pace,
     open: BTreeMap<(u64, bool), Open>,
@@ -41,7 +41,7 @@ const MAX_UNREPORTED: usize = 64;
 
 impl Recorder {
     /// Adds operations of one launch, which share its time.
-    pub fn add(&mut self, together: &[(&Operation, &Communicator)], world_size: u32, now_ns: u64) {
+    pub(crate) fn add(&mut self, together: &[(&Operation, &Communicator)], world_size: u32, now_ns: u64) {
         for (index, (operation, communicator)) in together.iter().enumerate() {
             let point_to_point = matches!(operation.op(), Op::Send | Op::Recv);
             let counts = operation.kind() == OpKind::Collective
@@ -69,7 +69,7 @@ impl Recorder {
     }
 
     /// Forgets inactive communicators.
-    pub fn forget(&mut self, now_ns: u64) {
+    pub(crate) fn forget(&mut self, now_ns: u64) {
         self.pace.forget(now_ns);
         self.open.retain(|_, open| now_ns.saturating_sub(open.last_ns) < SILENCE_NS);
         // Without a cluster collector, nobody takes the news.
@@ -77,7 +77,7 @@ impl Recorder {
     }
 
     /// Takes the blocks since the last call, for the cluster collector.
-    pub fn take_unreported(&mut self) -> Vec<CommunicatorPace> {
+    pub(crate) fn take_unreported(&mut self) -> Vec<CommunicatorPace> {
         std::mem::take(&mut self.unreported).into_values().collect()
     }
 }

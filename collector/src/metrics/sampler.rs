@@ -46,7 +46,7 @@ use crate::{
 
 /// Time between two looks at how full the rings are. A ring has thousands of slots, so a rank must
 /// launch tens of thousands of operations a second to overrun it in this time.
-pub const PEEK: Duration = Duration::from_millis(250);
+pub(crate) const PEEK: Duration = Duration::from_millis(250);
 /// A ring with so many new operations is read at once. Many small reads cost less than a large one:
 /// their buffers stay in the cache.
 const MANY_UNREAD: u64 = ring::op::SLOTS as u64 / 64;
@@ -59,7 +59,7 @@ const KEPT_SLOTS: usize = 4096;
 const BATCH: usize = 32;
 
 /// The operations of all ranks.
-pub struct Sampler {
+pub(crate) struct Sampler {
     settings: MetricsSettings,
     looked_ns: u64,
     peeked_ns: u64,
@@ -83,7 +83,7 @@ type Slot = [u64; ring::op::WORDS];
 
 /// A rank as input of the sampler.
 #[derive(Debug, Clone, Copy)]
-pub struct RankView<'a> {
+pub(crate) struct RankView<'a> {
     /// Identity of its registry entry.
     pub id: RankId,
     /// Its job.
@@ -100,7 +100,7 @@ pub struct RankView<'a> {
 
 /// The state of one rank.
 #[derive(Debug, Default)]
-pub struct Sampled {
+pub(crate) struct Sampled {
     /// Its kernel metrics.
     pub series: AllSeries,
     /// Its collectives for the comparison with other ranks.
@@ -130,7 +130,7 @@ pub struct Sampled {
 impl Sampler {
     /// Starts without data.
     #[must_use]
-    pub fn new(settings: MetricsSettings, timeline: TimelineSettings) -> Self {
+    pub(crate) fn new(settings: MetricsSettings, timeline: TimelineSettings) -> Self {
         Sampler {
             settings,
             looked_ns: 0,
@@ -148,23 +148,23 @@ impl Sampler {
 
     /// Whether the rings must be looked at every [`PEEK`].
     #[must_use]
-    pub fn peeks(&self) -> bool {
+    pub(crate) fn peeks(&self) -> bool {
         self.timeline.is_on() || self.recording.is_active()
     }
 
     /// The state of a rank.
     #[must_use]
-    pub fn of(&self, rank: RankId) -> Option<&Sampled> {
+    pub(crate) fn of(&self, rank: RankId) -> Option<&Sampled> {
         self.ranks.get(&rank)
     }
 
     /// Takes the blocks of a rank that were not reported to the cluster yet.
-    pub fn take_unreported(&mut self, rank: RankId) -> Vec<CommunicatorPace> {
+    pub(crate) fn take_unreported(&mut self, rank: RankId) -> Vec<CommunicatorPace> {
         self.ranks.get_mut(&rank).map(|sampled| sampled.recorder.take_unreported()).unwrap_or_default()
     }
 
     /// Reads the rings that it is time for, and forgets ranks that are gone.
-    pub fn turn<'a>(&mut self, ranks: impl Iterator<Item = RankView<'a>>, now: Now) {
+    pub(crate) fn turn<'a>(&mut self, ranks: impl Iterator<Item = RankView<'a>>, now: Now) {
         let is_due = |since_ns: u64, interval: Duration| now.mono_ns >= since_ns.saturating_add(nanoseconds(interval));
         let looks = is_due(self.looked_ns, self.settings.look);
         if looks || self.peeks() && is_due(self.peeked_ns, PEEK) {
@@ -173,7 +173,7 @@ impl Sampler {
     }
 
     /// Reads all rings now, for a request that covers the time until now.
-    pub fn read_all<'a>(&mut self, ranks: impl Iterator<Item = RankView<'a>>, now: Now) {
+    pub(crate) fn read_all<'a>(&mut self, ranks: impl Iterator<Item = RankView<'a>>, now: Now) {
         self.read(ranks.collect(), false, true, now);
     }
 
@@ -507,7 +507,7 @@ fn spans_nodes(rank: &RankView<'_>, communicator: &Communicator, here: &HashMap<
 const COUNT_DEADLINE: Duration = Duration::from_secs(2);
 
 /// A request to the thread.
-pub struct CountRequest {
+pub(crate) struct CountRequest {
     /// The processes of the ranks.
     ranks: Vec<(RankId, i32)>,
     /// Whether to look for new iterators of data loaders.
@@ -532,7 +532,7 @@ type Latest = Arc<Mutex<Found>>;
 /// of its own. The kernel may block a reader of another process's memory, and the collector must
 /// not block. The first request starts the thread; it ends when this is dropped.
 #[derive(Default)]
-pub struct Interpreters {
+pub(crate) struct Interpreters {
     requests: Option<mpsc::SyncSender<CountRequest>>,
     latest: Latest,
     failed: bool,
@@ -540,7 +540,7 @@ pub struct Interpreters {
 
 impl Interpreters {
     /// The counts in the process of a rank; `None` if it does not run CPython or cannot be read.
-    pub fn of(&self, rank: RankId) -> Option<Counts> {
+    pub(crate) fn of(&self, rank: RankId) -> Option<Counts> {
         lock(&self.latest).counts.get(&rank).copied()
     }
 
@@ -551,7 +551,7 @@ impl Interpreters {
 
     /// Requests a read of these processes unless the thread is still busy, and forgets all others.
     /// Returns the stacks that will not be named.
-    pub fn request(&mut self, request: CountRequest) -> Vec<UnnamedStacks> {
+    pub(crate) fn request(&mut self, request: CountRequest) -> Vec<UnnamedStacks> {
         if self.failed || (request.ranks.is_empty() && self.requests.is_none()) {
             return request.stacks;
         }

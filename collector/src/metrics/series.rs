@@ -16,7 +16,7 @@ use crate::{
 
 /// The published values of a series.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Values {
+pub(crate) struct Values {
     /// Mean latency in microseconds.
     pub average: f64,
     /// Maximum latency in microseconds.
@@ -46,7 +46,7 @@ struct Series {
 
 /// All series of one rank.
 #[derive(Debug, Default)]
-pub struct AllSeries {
+pub(crate) struct AllSeries {
     // Ascending by key.
     series: Vec<(Key, Series)>,
     // The place of the series that the last operation belongs to. Mostly, the next one does too.
@@ -55,7 +55,7 @@ pub struct AllSeries {
 
 impl AllSeries {
     /// Adds a completed operation to its series.
-    pub fn add(&mut self, key: Key, done: Measurement, now_ns: u64) {
+    pub(crate) fn add(&mut self, key: Key, done: Measurement, now_ns: u64) {
         if self.series.get(self.last).is_none_or(|(known, _)| *known != key) {
             self.last = match self.series.binary_search_by(|(known, _)| known.cmp(&key)) {
                 Ok(place) => place,
@@ -75,7 +75,7 @@ impl AllSeries {
     }
 
     /// Publishes series that are due and removes expired ones.
-    pub fn turn(&mut self, settings: &MetricsSettings, now_ns: u64) {
+    pub(crate) fn turn(&mut self, settings: &MetricsSettings, now_ns: u64) {
         let silence = nanoseconds(settings.silence);
         self.series.retain(|(_, series)| now_ns.saturating_sub(series.heard_ns) <= silence);
         for (key, series) in &mut self.series {
@@ -95,7 +95,7 @@ impl AllSeries {
     }
 
     /// The currently published values by key.
-    pub fn published(&self) -> impl Iterator<Item = (&Key, Values)> {
+    pub(crate) fn published(&self) -> impl Iterator<Item = (&Key, Values)> {
         self.series.iter().filter_map(|(key, series)| Some((key, series.values?)))
     }
 }
@@ -119,7 +119,7 @@ fn values(family: Family, done: &VecDeque<Measurement>) -> Option<Values> {
 
 /// The calls of one traced function.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct HostFunction {
+pub(crate) struct HostFunction {
     /// Its name, as the user lists it.
     pub name: String,
     /// Number of calls that have ended.
@@ -137,14 +137,14 @@ pub struct HostFunction {
 
 /// The traced Python functions of one rank.
 #[derive(Debug, Default)]
-pub struct HostFunctions {
+pub(crate) struct HostFunctions {
     functions: Vec<HostFunction>,
     published_ns: u64,
 }
 
 impl HostFunctions {
     /// Takes over the counters of the functions, and the calls that were read since the last time.
-    pub fn add(&mut self, read: Vec<TracedFunction>, calls: &[Operation], now_ns: u64) {
+    pub(crate) fn add(&mut self, read: Vec<TracedFunction>, calls: &[Operation], now_ns: u64) {
         self.functions.resize_with(read.len(), HostFunction::default);
         for (function, read) in self.functions.iter_mut().zip(read) {
             if read.calls > function.calls {
@@ -160,7 +160,7 @@ impl HostFunctions {
     }
 
     /// Publishes the functions if it is time, and removes the latencies of silent ones.
-    pub fn turn(&mut self, settings: &MetricsSettings, now_ns: u64) {
+    pub(crate) fn turn(&mut self, settings: &MetricsSettings, now_ns: u64) {
         if self.published_ns != 0 && now_ns < self.published_ns.saturating_add(nanoseconds(settings.publish)) {
             return;
         }
@@ -180,7 +180,7 @@ impl HostFunctions {
     }
 
     /// The functions that were called.
-    pub fn called(&self) -> impl Iterator<Item = &HostFunction> {
+    pub(crate) fn called(&self) -> impl Iterator<Item = &HostFunction> {
         self.functions.iter().filter(|function| function.calls > 0)
     }
 }

@@ -16,7 +16,7 @@ use xpu_timer_capture::{Capturer, Options, ProcessCapture};
 use crate::error::Error;
 
 /// Captures processes: a [`Capturer`], or a stand-in in tests.
-pub trait Capture: Send {
+pub(super) trait Capture: Send {
     /// Returns one entry for each pid.
     fn capture(&mut self, pids: &[i32], options: &Options) -> Vec<ProcessCapture>;
 }
@@ -45,7 +45,7 @@ type CapturerFactory = Box<dyn Fn() -> Box<dyn Capture> + Send + Sync>;
 
 /// The capture worker of a node. All incidents share it, because what it learns about libraries
 /// serves all ranks.
-pub struct Captures {
+pub(super) struct Captures {
     worker: Mutex<Option<Worker>>,
     given_up: Arc<AtomicU32>,
     make: CapturerFactory,
@@ -94,7 +94,7 @@ const MAX_GIVEN_UP: u32 = 8;
 
 /// Which processes to capture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Scope {
+pub(super) enum Scope {
     /// The given ones.
     Alone,
     /// Also their descendants.
@@ -110,13 +110,13 @@ impl Default for Captures {
 impl Captures {
     /// Uses any kind of capturer.
     #[must_use]
-    pub fn new(make: CapturerFactory) -> Self {
+    pub(super) fn new(make: CapturerFactory) -> Self {
         Captures { worker: Mutex::default(), given_up: Arc::default(), make }
     }
 
     /// The number of captures that have not ended although their time is up; should be 0.
     #[must_use]
-    pub fn given_up(&self) -> u32 {
+    pub(super) fn given_up(&self) -> u32 {
         self.given_up.load(Ordering::Acquire)
     }
 
@@ -126,7 +126,7 @@ impl Captures {
     ///
     /// # Errors
     /// When the capture did not end in time.
-    pub fn capture(&self, pids: &[i32], scope: Scope, deadline: Duration) -> Result<Vec<ProcessCapture>, Error> {
+    pub(super) fn capture(&self, pids: &[i32], scope: Scope, deadline: Duration) -> Result<Vec<ProcessCapture>, Error> {
         if pids.is_empty() {
             return Ok(Vec::new());
         }

@@ -26,6 +26,7 @@ use xpu_timer_proto::v1::{
 };
 
 use crate::{
+    error::chain,
     http::SmallFrames,
     incident::{
         folder::rank_of_file,
@@ -40,7 +41,7 @@ const PIECES: usize = 2;
 
 /// An event of the stream.
 #[derive(Debug)]
-pub enum UplinkEvent {
+pub(super) enum UplinkEvent {
     /// A stream is being opened; its first message must be the hello.
     Opened(Box<Link>),
     /// A message of the cluster.
@@ -51,7 +52,7 @@ pub enum UplinkEvent {
 
 /// The sender of one stream and of its deliveries.
 #[derive(Debug, Clone)]
-pub struct Link {
+pub(super) struct Link {
     pub(super) messages: mpsc::Sender<NodeMessage>,
     pub(super) client: Client,
     pub(super) runtime: Handle,
@@ -59,20 +60,20 @@ pub struct Link {
 
 /// The channel for the pieces of one delivery. It is bounded, so that a slow cluster slows the
 /// delivery down.
-pub type DeliverySender = mpsc::Sender<Delivery>;
+pub(super) type DeliverySender = mpsc::Sender<Delivery>;
 pub(super) type Client = ClusterClient<InterceptedService<SmallFrames<Channel>, AuthInterceptor>>;
 
 impl Link {
     /// Sends a control message. Returns false when the stream has ended or is stuck, which ends it.
     #[must_use]
-    pub fn send(&self, message: Message) -> bool {
+    pub(super) fn send(&self, message: Message) -> bool {
         self.messages.try_send(NodeMessage { message: Some(message) }).is_ok()
     }
 
     /// Begins a delivery that the cluster requested with this key. It ends when the sender is
     /// dropped.
     #[must_use]
-    pub fn start_delivery(&self, key: String) -> DeliverySender {
+    pub(super) fn start_delivery(&self, key: String) -> DeliverySender {
         let (sender, pieces) = mpsc::channel(PIECES);
         let mut client = self.client.clone();
         let first = Delivery { message: Some(delivery::Message::Key(key)) };
@@ -105,8 +106,9 @@ pub(crate) fn status_text(status: &Status) -> String {
 }
 
 /// Sends a part. Blocks while the cluster is slow, and returns when the stream ends.
-pub fn send_part(incident: &str, part: &PartLocation, sender: &DeliverySender) {
-    let part = part.read().unwrap_or_else(|problem| {
+pub(super) fn send_part(incident: &str, part: &PartLocation, sender: &DeliverySender) {
+    let part = part.read().unwrap_or_else(|error| {
+        let problem = chain(&error);
         warn!("incident {incident}: {problem}");
         NodeDump { incident: incident.into(), errors: vec![problem], ..Default::default() }
     });
@@ -120,7 +122,7 @@ pub fn send_part(incident: &str, part: &PartLocation, sender: &DeliverySender) {
 
 /// Sends the wanted files in pieces: first the `.stacktrace` files, then the timelines, which are
 /// written after them.
-pub fn send_files(fetch: &FetchFiles, folder: &Path, sender: &DeliverySender) {
+pub(super) fn send_files(fetch: &FetchFiles, folder: &Path, sender: &DeliverySender) {
     let incident = &fetch.incident;
     let send = |file: DumpFile| sender.blocking_send(Delivery { message: Some(delivery::Message::File(file)) }).is_ok();
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
@@ -167,7 +169,7 @@ fn send_file(incident: &str, path: &Path, name: &str, send: &impl Fn(DumpFile) -
 
 /// A search for parts of an earlier node collector on disk.
 #[derive(Debug)]
-pub struct PartSearch {
+pub(super) struct PartSearch {
     /// Distinguishes it from earlier searches.
     pub(super) number: u64,
     /// Roots without a result.
@@ -180,7 +182,7 @@ pub struct PartSearch {
 
 /// What the node remembers of its cluster.
 #[derive(Debug)]
-pub struct Member {
+pub(super) struct Member {
     /// Why there is no stream; empty before the first one and while there is one.
     pub problem: String,
     /// Whether the cluster has welcomed this node.
@@ -242,19 +244,19 @@ impl Default for Member {
 
 impl Member {
     /// Notes the last launch of a job.
-    pub fn launched(&mut self, job: &JobKey, last_ns: u64) {
+    pub(super) fn launched(&mut self, job: &JobKey, last_ns: u64) {
         self.last_launch.insert(job.clone(), last_ns);
     }
 
     /// Whether the job is idle on this node only, according to the cluster.
     #[must_use]
-    pub fn is_declined(&self, job: &JobKey, now: Now) -> bool {
+    pub(super) fn is_declined(&self, job: &JobKey, now: Now) -> bool {
         self.declined.get(job).is_some_and(|until| *until > now.mono_ns)
     }
 
     /// Whether the cluster decides the verdict of an incident.
     #[must_use]
-    pub fn awaits_verdict(&self, id: &str) -> bool {
+    pub(super) fn awaits_verdict(&self, id: &str) -> bool {
         self.awaiting_verdict.contains_key(id)
     }
 

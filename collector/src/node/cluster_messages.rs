@@ -53,7 +53,7 @@ const MAX_COMMUNICATORS: usize = 4;
 
 impl NodeState {
     /// Handles an event of the stream.
-    pub fn uplink(&mut self, event: UplinkEvent, now: Now) {
+    pub(super) fn uplink(&mut self, event: UplinkEvent, now: Now) {
         match event {
             UplinkEvent::Opened(link) => {
                 self.member.link = Some(*link);
@@ -130,7 +130,7 @@ impl NodeState {
 
     /// Reports an incident that has not been dumped yet to the cluster. Returns false when the node
     /// must work without the cluster.
-    pub fn announce(&mut self, id: &str, now: Now) -> bool {
+    pub(super) fn announce(&mut self, id: &str, now: Now) -> bool {
         let Some(incident) = self.engine.get(id).filter(|_| self.member.welcomed) else { return false };
         let Some(alarm) = self.alarm(incident) else { return false };
         self.report_ranks(now);
@@ -212,7 +212,7 @@ impl NodeState {
     }
 
     /// This node's part has been captured.
-    pub fn part_captured(&mut self, id: &str, part: PartLocation) {
+    pub(super) fn part_captured(&mut self, id: &str, part: PartLocation) {
         self.member.parts.insert(id.into(), Arc::new(part));
         while self.member.parts.len() > MAX_PARTS {
             self.member.parts.pop_first();
@@ -270,13 +270,13 @@ impl NodeState {
     }
 
     /// Reports to the cluster that an incident is closed here.
-    pub fn report_closed(&mut self, id: &str, resolved: bool) {
+    pub(super) fn report_closed(&mut self, id: &str, resolved: bool) {
         self.member.reported_hangs.insert(id.into(), false);
         self.member.send(Message::Update(IncidentUpdate { incident: id.into(), hangs: false, ended: !resolved }));
     }
 
     /// Runs once a second.
-    pub fn tick_member(&mut self, now: Now) {
+    pub(super) fn tick_member(&mut self, now: Now) {
         self.continue_after_search(now);
         let late = |due: &u64| *due <= now.mono_ns;
         let alone: Vec<String> =

@@ -19,7 +19,7 @@ use crate::{
 
 /// A connected peer.
 #[derive(Debug)]
-pub struct Connection {
+pub(super) struct Connection {
     /// The socket.
     pub fd: OwnedFd,
     /// The process at the other end.
@@ -32,7 +32,7 @@ pub struct Connection {
 
 /// An event on a connection.
 #[derive(Debug)]
-pub enum Event {
+pub(super) enum Event {
     /// A message, and the descriptor that came with it.
     Message(Box<HookMessage>, Option<OwnedFd>),
     /// The connection ended.
@@ -41,7 +41,7 @@ pub enum Event {
 
 /// All connections of a node.
 #[derive(Debug, Default)]
-pub struct Connections {
+pub(super) struct Connections {
     open: BTreeMap<ConnectionId, Connection>,
     next: ConnectionId,
     paused_until: Option<Instant>,
@@ -58,37 +58,37 @@ const PACKETS_A_TURN: usize = 64;
 
 impl Connections {
     /// All connections with their ids.
-    pub fn iter(&self) -> impl Iterator<Item = (ConnectionId, &Connection)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (ConnectionId, &Connection)> {
         self.open.iter().map(|(id, connection)| (*id, connection))
     }
 
     /// Whether any peer is connected.
     #[must_use]
-    pub fn are_used(&self) -> bool {
+    pub(super) fn are_used(&self) -> bool {
         !self.open.is_empty()
     }
 
     /// The pid at the other end.
     #[must_use]
-    pub fn pid(&self, id: ConnectionId) -> i32 {
+    pub(super) fn pid(&self, id: ConnectionId) -> i32 {
         self.open.get(&id).map_or(0, |connection| connection.pid)
     }
 
     /// The process at the other end, as it was found when it connected.
     #[must_use]
-    pub fn process(&self, id: ConnectionId) -> Option<Arc<Handle>> {
+    pub(super) fn process(&self, id: ConnectionId) -> Option<Arc<Handle>> {
         self.open.get(&id)?.process.clone()
     }
 
     /// Whether new connections are accepted now. Accepting pauses for a moment after the
     /// descriptors ran out.
     #[must_use]
-    pub fn accepts(&self) -> bool {
+    pub(super) fn accepts(&self) -> bool {
         self.paused_until.is_none_or(|until| Instant::now() >= until)
     }
 
     /// Accepts the pending connections.
-    pub fn accept(&mut self, endpoint: &Endpoint) {
+    pub(super) fn accept(&mut self, endpoint: &Endpoint) {
         for _ in 0..PACKETS_A_TURN {
             match endpoint.accept() {
                 Ok(Some(peer)) => self.take(peer),
@@ -126,7 +126,7 @@ impl Connections {
     }
 
     /// Reads one connection. A packet that no hook sends ends it.
-    pub fn read(&mut self, id: ConnectionId) -> Vec<Event> {
+    pub(super) fn read(&mut self, id: ConnectionId) -> Vec<Event> {
         let Some(connection) = self.open.get_mut(&id) else { return Vec::new() };
         let mut events = Vec::new();
         while events.len() < PACKETS_A_TURN {
@@ -152,25 +152,25 @@ impl Connections {
 
     /// Closes a connection. A peer that disconnects without a message is a launcher; its process,
     /// which is returned, has become the command.
-    pub fn close(&mut self, id: ConnectionId) -> Option<Arc<Handle>> {
+    pub(super) fn close(&mut self, id: ConnectionId) -> Option<Arc<Handle>> {
         let connection = self.open.remove(&id)?;
         connection.process.filter(|_| !connection.has_sent)
     }
 
     /// Closes a connection that sent something wrong.
-    pub fn refuse(&mut self, id: ConnectionId, problem: &str) {
+    pub(super) fn refuse(&mut self, id: ConnectionId, problem: &str) {
         self.limiter.warn(&format!("pid {} {problem}; its connection is closed", self.pid(id)));
         self.open.remove(&id);
     }
 
     /// Closes all connections. Hooks connect again within a moment.
-    pub fn close_all(&mut self) -> Vec<ConnectionId> {
+    pub(super) fn close_all(&mut self) -> Vec<ConnectionId> {
         let all = std::mem::take(&mut self.open);
         all.into_keys().collect()
     }
 
     /// Closes connections that have never sent a message.
-    pub fn close_mute(&mut self) {
+    pub(super) fn close_mute(&mut self) {
         let is_mute = |connection: &Connection| !connection.has_sent && connection.accepted.elapsed() > HELLO_TIMEOUT;
         let (limiter, open) = (&mut self.limiter, &mut self.open);
         open.retain(|_, connection| {

@@ -18,7 +18,7 @@ use crate::{
     node::{
         captures::{Captures, Scope},
         evidence::{RankCapture, Subject, elsewhere, has_stacks, of_ended_process},
-        folder_writer::{self, Findings, LaterTimelines, WriteResult},
+        folder_writer::{self, DeferredTimelines, Findings, WriteResult},
         plan::{DumpTask, Outcome, add_unregistered, world},
         related::{RelatedProcesses, connected_processes, family},
         sharers,
@@ -28,14 +28,14 @@ use crate::{
 
 /// Ends the waits of running dumps when the collector stops.
 #[derive(Debug, Default)]
-pub struct ShutdownFlag {
+pub(super) struct ShutdownFlag {
     set: Mutex<bool>,
     changed: Condvar,
 }
 
 impl ShutdownFlag {
     /// Ends all current and future waits.
-    pub fn set(&self) {
+    pub(super) fn set(&self) {
         *self.set.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = true;
         self.changed.notify_all();
     }
@@ -60,7 +60,11 @@ const BUDGET: Duration = Duration::from_millis(2700);
 
 /// Dumps, judges and writes one incident. Returns an outcome even when a step fails, and the
 /// timelines that are to be written when the outcome is published.
-pub fn run(task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Outcome, Option<LaterTimelines>) {
+pub(super) fn run(
+    task: DumpTask,
+    captures: &Captures,
+    shutdown: &ShutdownFlag,
+) -> (Outcome, Option<DeferredTimelines>) {
     let evidence = task.plan.evidence();
     let timeline_path = task.timeline_path.clone();
     judging::catch_panic(|| work(task, captures, shutdown)).unwrap_or_else(|why| {
@@ -73,7 +77,7 @@ pub fn run(task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Out
     })
 }
 
-fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Outcome, Option<LaterTimelines>) {
+fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Outcome, Option<DeferredTimelines>) {
     let begun = Instant::now();
     let sampled_ns = Now::get().mono_ns;
     add_unregistered(&mut task);
@@ -108,7 +112,7 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Ou
         verdict.timing.status = Status::Mild;
     }
     let is_mild = task.is_mild;
-    let timelines = LaterTimelines::take(&mut task, &verdict, evidence.world_size);
+    let timelines = DeferredTimelines::take(&mut task, &verdict, evidence.world_size);
     let WriteResult { path, written, part, verdict } =
         folder_writer::write(Findings { task, evidence }, verdict, deadline);
     let timelines = timelines.filter(|_| written);

@@ -132,8 +132,8 @@ impl EventLoop {
         for event in self.connections.read(id) {
             match event {
                 Event::Message(message, descriptor) => {
-                    if let Err(problem) = self.state.message(id, pid, process.as_ref(), *message, descriptor, now) {
-                        self.connections.refuse(id, &problem);
+                    if let Err(error) = self.state.message(id, pid, process.as_ref(), *message, descriptor, now) {
+                        self.connections.refuse(id, &error.to_string());
                         self.state.disconnected(id, now);
                         return;
                     }
@@ -196,7 +196,7 @@ impl EventLoop {
 
 impl NodeState {
     /// Handles a message from another thread.
-    pub fn command(&mut self, command: Command, now: Now) {
+    pub(super) fn command(&mut self, command: Command, now: Now) {
         match command {
             // The requester may be gone by now; that does no harm.
             Command::Question(Question::Status(reply)) => drop(reply.send(status::status(self, now))),

@@ -21,7 +21,7 @@ use crate::{
 
 /// A rank of the job at the time of the trigger.
 #[derive(Debug, Clone)]
-pub struct Subject {
+pub(super) struct Subject {
     /// Rank in the job.
     pub rank: u32,
     /// State of its process.
@@ -46,7 +46,7 @@ pub struct Subject {
 
 /// What was captured of one rank.
 #[derive(Debug, Default)]
-pub struct RankCapture {
+pub(super) struct RankCapture {
     /// First and second sample, each with the child processes.
     pub samples: [Option<ProcessCapture>; 2],
     /// Flight record, read with the second sample.
@@ -58,13 +58,13 @@ pub struct RankCapture {
 impl Subject {
     /// The process to capture, if it still runs.
     #[must_use]
-    pub fn pid(&self) -> Option<i32> {
+    pub(super) fn pid(&self) -> Option<i32> {
         self.process.as_ref().filter(|process| !process.is_dead()).map(|process| process.pid)
     }
 
     /// The process that started this one, if it has ended.
     #[must_use]
-    pub fn ended_parent(&self) -> Option<i32> {
+    pub(super) fn ended_parent(&self) -> Option<i32> {
         let parent = *self.process.as_ref()?.ancestors.first()?;
         (!process::is_alive(parent)).then_some(parent.0)
     }
@@ -73,7 +73,7 @@ impl Subject {
     /// whether this collector knows that. A command of another PID namespace only seems to have
     /// ended.
     #[must_use]
-    pub fn ended_command(&self, is_known: impl Fn(ProcessId) -> bool) -> Option<ProcessId> {
+    pub(super) fn ended_command(&self, is_known: impl Fn(ProcessId) -> bool) -> Option<ProcessId> {
         let process = self.process.as_ref()?;
         let has_ended =
             |command: &ProcessId| !process::is_alive(*command) && (process.launched_ran || is_known(*command));
@@ -81,7 +81,7 @@ impl Subject {
     }
 
     /// Checks again whether the process runs: it may have ended since the trigger.
-    pub fn refresh(&mut self) {
+    pub(super) fn refresh(&mut self) {
         let Some(process) = self.process.as_ref().filter(|process| process.is_dead()) else { return };
         let how = process.exit();
         if self.registered {
@@ -95,7 +95,7 @@ impl Subject {
     }
 
     /// Reads the flight record into `taken`.
-    pub fn read_ring(&self, taken: &mut RankCapture) {
+    pub(super) fn read_ring(&self, taken: &mut RankCapture) {
         let Some(ring) = &self.ring else {
             if self.registered {
                 taken.errors.push("no flight record: its hook sent no ring".into());
@@ -110,7 +110,7 @@ impl Subject {
 
     /// The `.stacktrace` message, and the evidence with a separate dump and flight record.
     #[must_use]
-    pub fn evidence(&self, taken: RankCapture) -> RankEvidence {
+    pub(super) fn evidence(&self, taken: RankCapture) -> RankEvidence {
         let RankCapture { samples, mut errors, flight, .. } = taken;
         let [first, last] = samples;
         if self.presence == Presence::Dead {
@@ -148,7 +148,7 @@ impl Subject {
 
 /// How a rank ended that never registered.
 #[must_use]
-pub fn before_its_first_device_call(how: Option<String>) -> String {
+pub(super) fn before_its_first_device_call(how: Option<String>) -> String {
     const WHEN: &str = "before its first device call";
     how.map_or_else(|| WHEN.into(), |how| format!("{how}, {WHEN}"))
 }
@@ -156,7 +156,7 @@ pub fn before_its_first_device_call(how: Option<String>) -> String {
 /// The file of a rank: the full dump if there is one, else the state, the reasons, the flight
 /// record, and the stacks at its fatal signal.
 #[must_use]
-pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
+pub(super) fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
     let mut file = evidence.dump.as_deref().cloned().unwrap_or_else(|| {
         let state = if evidence.presence() == Presence::Dead { "X (dead)" } else { "unknown" };
         Stacktrace { process_state: state.into(), ..Default::default() }
@@ -179,14 +179,14 @@ pub fn file_of(subject: &Subject, evidence: &RankEvidence) -> Stacktrace {
 
 /// The evidence of a process that is not a rank, from its two samples.
 #[must_use]
-pub fn of_process(samples: [Option<ProcessCapture>; 2], node: &str) -> ProcessEvidence {
+pub(super) fn of_process(samples: [Option<ProcessCapture>; 2], node: &str) -> ProcessEvidence {
     let dump = join_samples(samples, node, &mut Vec::new());
     ProcessEvidence { node: node.into(), dump: Some(dump), ..Default::default() }
 }
 
 /// The evidence of a process that is not a rank and has ended. The command line may be empty.
 #[must_use]
-pub fn of_ended_process(pid: i32, command: &str, exit: &str, node: &str) -> ProcessEvidence {
+pub(super) fn of_ended_process(pid: i32, command: &str, exit: &str, node: &str) -> ProcessEvidence {
     let process_state = if exit.is_empty() { procfs::state_text('X') } else { format!("X ({exit})") };
     let command = command.to_owned();
     let dump = Stacktrace { pid, rank: -1, process_state, command, ..Default::default() };
@@ -195,7 +195,11 @@ pub fn of_ended_process(pid: i32, command: &str, exit: &str, node: &str) -> Proc
 
 /// Joins both samples of a process. Fields 1, 2 and 11 show the last available sample, so that the
 /// original viewer can read the file.
-pub fn join_samples([first, last]: [Option<ProcessCapture>; 2], node: &str, errors: &mut Vec<String>) -> Stacktrace {
+pub(super) fn join_samples(
+    [first, last]: [Option<ProcessCapture>; 2],
+    node: &str,
+    errors: &mut Vec<String>,
+) -> Stacktrace {
     let newest = [&last, &first].into_iter().flatten().next();
     let (pid, parent_pid) = newest.map_or((0, 0), |capture| (capture.pid, capture.parent_pid));
     let command = [&last, &first].into_iter().flatten().next().map(|capture| capture.command.clone());
@@ -250,14 +254,14 @@ fn flatten(captures: Vec<ProcessCapture>, children: &mut BTreeMap<i32, ChildProc
 
 /// Whether a sample has content. An empty one carries the reasons in its errors.
 #[must_use]
-pub fn has_stacks(sample: &ProcessSample) -> bool {
+pub(super) fn has_stacks(sample: &ProcessSample) -> bool {
     !(sample.stacktrace.is_empty() && sample.py_stacktrace.is_empty() && sample.process_state.is_empty())
 }
 
 /// The evidence of a rank on another node. A node may hold only a part of the job: the ranks of
 /// other nodes are not missing, only not visible from here.
 #[must_use]
-pub fn elsewhere(rank: u32) -> RankEvidence {
+pub(super) fn elsewhere(rank: u32) -> RankEvidence {
     RankEvidence {
         rank,
         presence: Presence::Unspecified.into(),

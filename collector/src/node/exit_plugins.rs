@@ -31,6 +31,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
+    error::chain,
     node::failures::{self, SharedFault},
     os::{process::Handle, ring_file::RingFile},
 };
@@ -49,7 +50,7 @@ const MOST_OUTPUT: usize = 64 << 10;
 const RUNNER: &str = include_str!("exit_plugins.py");
 
 /// A rank that has failed.
-pub struct FailedRank {
+pub(super) struct FailedRank {
     /// Its description for messages.
     pub title: String,
     /// Its identity.
@@ -70,7 +71,7 @@ pub struct FailedRank {
 
 impl FailedRank {
     /// Logs the reason and calls the plugins. Blocks until they have ended.
-    pub fn examine(self) {
+    pub(super) fn examine(self) {
         let exit = Exit::of(&self.exit);
         let begun = Instant::now();
         if let (Exit::Signal(_), Some(ring)) = (exit, &self.ring) {
@@ -86,7 +87,7 @@ impl FailedRank {
         for plugin in &self.plugins {
             event["plugin"] = json!(plugin);
             if let Err(error) = self.call(&event) {
-                warn!("exit plugin {} for {}: {error}", plugin.display(), self.title);
+                warn!("exit plugin {} for {}: {}", plugin.display(), self.title, chain(&error));
             }
         }
     }
@@ -127,19 +128,38 @@ impl FailedRank {
     }
 
     /// Calls one plugin, and logs what it prints.
-    fn call(&self, event: &Value) -> Result<(), String> {
+    fn call(&self, event: &Value) -> Result<(), PluginError> {
         let python = self.process.as_ref().and_then(|process| process.python.clone());
         let python = python.unwrap_or_else(|| "python3".into());
-        let called = call(&python, event, DEADLINE).map_err(|error| format!("{}: {error}", python.display()))?;
+        let called = match call(&python, event, DEADLINE) {
+            Ok(called) => called,
+            Err(source) => return Err(PluginError::Call { python, source }),
+        };
         for line in String::from_utf8_lossy(&called.output).lines().take(MOST_LINES) {
             info!("exit plugin for {}: {}", self.title, printable::line(line));
         }
         match called.status {
-            None => Err(format!("it did not end within {DEADLINE:?} and was killed")),
-            Some(status) if !status.success() => Err(format!("{}: {status}", python.display())),
+            None => Err(PluginError::Late),
+            Some(status) if !status.success() => Err(PluginError::Failed { python, status }),
             Some(_) => Ok(()),
         }
     }
+}
+
+/// Why a plugin did not end well.
+#[derive(Debug, thiserror::Error)]
+enum PluginError {
+    /// Its process could not be started or observed.
+    #[error("{}", python.display())]
+    Call {
+        python: PathBuf,
+        #[source]
+        source: io::Error,
+    },
+    #[error("it did not end within {DEADLINE:?} and was killed")]
+    Late,
+    #[error("{}: {status}", python.display())]
+    Failed { python: PathBuf, status: ExitStatus },
 }
 
 /// What the process of a plugin did.
@@ -305,9 +325,9 @@ mod tests {
             ..Default::default()
         };
         let event = |exit: &str, found: &[Failure]| failed(exit).event(Exit::of(exit), found);
-        let said = event("exit code 1", std::slice::from_ref(&exception)).unwrap();
-        assert_eq!(said["exception"]["frames"], json!([["/job/train.py", 33, "step"]]));
-        assert_eq!((&said["about"]["rank"], &said["about"]["ip"]), (&json!(3), &json!("10.0.0.7")));
+        let sent = event("exit code 1", std::slice::from_ref(&exception)).unwrap();
+        assert_eq!(sent["exception"]["frames"], json!([["/job/train.py", 33, "step"]]));
+        assert_eq!((&sent["about"]["rank"], &sent["about"]["ip"]), (&json!(3), &json!("10.0.0.7")));
         let interrupt = Failure { r#type: "KeyboardInterrupt".into(), ..exception };
         assert_eq!(event("exit code 130", &[interrupt]), None);
         let signal = Failure {
@@ -318,9 +338,9 @@ mod tests {
             offsets: vec![7],
             ..Default::default()
         };
-        let said = event("killed by SIGSEGV (core dumped)", &[signal]).unwrap();
+        let sent = event("killed by SIGSEGV (core dumped)", &[signal]).unwrap();
         let frames = json!([{ "address": 77, "offset": 7, "function_name": "step(int)" }]);
-        assert_eq!((&said["signal"]["signal"], &said["signal"]["frame_infos"]), (&json!(11), &frames));
+        assert_eq!((&sent["signal"]["signal"], &sent["signal"]["frame_infos"]), (&json!(11), &frames));
         assert_eq!(event("killed by SIGKILL", &[]), None);
     }
 }

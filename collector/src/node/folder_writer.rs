@@ -40,7 +40,7 @@ use crate::{
 
 /// The findings of a dump.
 #[derive(Debug)]
-pub struct Findings {
+pub(super) struct Findings {
     /// The task of the dump.
     pub task: DumpTask,
     /// The collected evidence.
@@ -49,7 +49,7 @@ pub struct Findings {
 
 /// The result of writing the folder.
 #[derive(Debug)]
-pub struct WriteResult {
+pub(super) struct WriteResult {
     /// The folder; `None` when none could be created.
     pub path: Option<PathBuf>,
     /// Whether it has the verdict.
@@ -67,7 +67,7 @@ const STEP_TIMEOUT: Duration = Duration::from_secs(5);
 const SHORTEST_VIEW: Duration = Duration::from_millis(300);
 
 /// Writes the folder, and waits for it as long as the file system answers.
-pub fn write(found: Findings, verdict: Verdict, deadline: Instant) -> WriteResult {
+pub(super) fn write(found: Findings, verdict: Verdict, deadline: Instant) -> WriteResult {
     write_with(&Arc::new(found), verdict, deadline, STEP_TIMEOUT)
 }
 
@@ -182,7 +182,8 @@ fn write_folder(
         return given_up();
     }
     let left = deadline.saturating_duration_since(Instant::now()).max(SHORTEST_VIEW);
-    if let Err(problem) = viewer::run(&folder.path, !task.timelines_follow, left) {
+    if let Err(error) = viewer::run(&folder.path, !task.timelines_follow, left) {
+        let problem = chain(&error);
         warn!("incident {incident}: {problem}");
         verdict.timing.errors.push(problem);
     }
@@ -268,7 +269,7 @@ impl Write for Stepping<'_> {
 /// The timelines of an incident whose verdict does not wait for them: they may have most of the
 /// bytes of its folder.
 #[derive(Debug)]
-pub struct LaterTimelines {
+pub(super) struct DeferredTimelines {
     incident: String,
     world_size: u32,
     timelines: Vec<(u32, RankTimeline)>,
@@ -278,7 +279,7 @@ pub struct LaterTimelines {
 
 /// What was written later.
 #[derive(Debug)]
-pub struct WrittenTimelines {
+pub(super) struct WrittenTimelines {
     /// Name of the incident.
     pub incident: String,
     /// Its folder.
@@ -291,19 +292,19 @@ pub struct WrittenTimelines {
 /// come after those of the first.
 static WRITES_TIMELINES: Mutex<()> = Mutex::new(());
 /// Time limit of the viewer that draws the report again.
-const LATER_VIEW: Duration = Duration::from_secs(60);
+const REDRAW_TIMEOUT: Duration = Duration::from_secs(60);
 
-impl LaterTimelines {
+impl DeferredTimelines {
     /// Takes the timelines out of a task: in a large job those of the culprits and of one rank of
     /// each group. Those of a mild capture stay, because nobody waits for its verdict. `None` if
     /// none are left.
-    pub fn take(task: &mut DumpTask, verdict: &Verdict, world_size: u32) -> Option<Self> {
+    pub(super) fn take(task: &mut DumpTask, verdict: &Verdict, world_size: u32) -> Option<Self> {
         let some = some_ranks(verdict);
         if world_size as usize > ALL_FILES {
             task.timelines.retain(|(rank, _)| some.contains(rank));
         }
         task.timelines_follow = !task.is_mild && !task.is_examined_part() && !task.timelines.is_empty();
-        task.timelines_follow.then(|| LaterTimelines {
+        task.timelines_follow.then(|| DeferredTimelines {
             incident: task.plan.head.id.clone(),
             world_size,
             timelines: std::mem::take(&mut task.timelines),
@@ -312,13 +313,13 @@ impl LaterTimelines {
     }
 
     /// Writes them into the folder of the incident, and draws its report again.
-    pub fn write(self, path: PathBuf) -> WrittenTimelines {
+    pub(super) fn write(self, path: PathBuf) -> WrittenTimelines {
         self.write_with(path, STEP_TIMEOUT)
     }
 
     fn write_with(self, path: PathBuf, silence: Duration) -> WrittenTimelines {
         let _turn = lock(&WRITES_TIMELINES);
-        let LaterTimelines { incident, world_size, timelines, draws } = self;
+        let DeferredTimelines { incident, world_size, timelines, draws } = self;
         let root = path.parent().unwrap_or(&path).to_path_buf();
         let folder = Folder { path: path.clone() };
         let work = move |steps: &Steps| {
@@ -338,8 +339,8 @@ impl LaterTimelines {
             warn!("incident {incident}: {problem}");
             return WrittenTimelines { incident, path, problem: Some(problem) };
         };
-        if draws && let Err(problem) = viewer::run(&path, true, LATER_VIEW) {
-            warn!("incident {incident}: {problem}");
+        if draws && let Err(error) = viewer::run(&path, true, REDRAW_TIMEOUT) {
+            warn!("incident {incident}: {}", chain(&error));
         }
         let folder = Folder { path: path.clone() };
         // If the disk does not answer, the next collector does this.

@@ -19,7 +19,7 @@ use crate::{
 
 /// A message to the loop.
 #[derive(Debug)]
-pub enum Command {
+pub(super) enum Command {
     /// A question of an HTTP page.
     Question(Question),
     /// A dump has finished. Its timelines may still have to be written.
@@ -55,7 +55,7 @@ pub enum Command {
 
 /// The sending side; cheap to clone.
 #[derive(Debug, Clone)]
-pub struct Inbox {
+pub(super) struct Inbox {
     sender: mpsc::Sender<Command>,
     wake: Arc<EventFd>,
 }
@@ -65,7 +65,7 @@ impl Inbox {
     ///
     /// # Errors
     /// When there are no descriptors.
-    pub fn new() -> Result<(Inbox, mpsc::Receiver<Command>), Error> {
+    pub(super) fn new() -> Result<(Inbox, mpsc::Receiver<Command>), Error> {
         let (sender, receiver) = mpsc::channel();
         let wake = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)
             .map_err(Error::system("make an eventfd"))?;
@@ -73,25 +73,25 @@ impl Inbox {
     }
 
     /// Sends a message and wakes the loop. The message is lost when the loop has ended.
-    pub fn post(&self, command: Command) {
+    pub(super) fn post(&self, command: Command) {
         let _ = self.sender.send(command);
         self.wake();
     }
 
     /// Wakes the loop.
-    pub fn wake(&self) {
+    pub(super) fn wake(&self) {
         // This only fails when the counter is full; then the loop is awake anyway.
         let _ = self.wake.write(1);
     }
 
     /// For poll: readable when there is a message.
     #[must_use]
-    pub fn fd(&self) -> BorrowedFd<'_> {
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
 
     /// Consumes all wake-ups so far.
-    pub fn clear(&self) {
+    pub(super) fn clear(&self) {
         // This only fails when there are none.
         let _ = self.wake.read();
     }

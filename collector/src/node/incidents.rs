@@ -42,7 +42,7 @@ use crate::{
 
 /// Number of operations of each flight record that are kept for a cluster collector that has not
 /// requested the dump.
-const LATER_OPERATIONS: usize = 128;
+const UNREQUESTED_OPERATIONS: usize = 128;
 
 impl NodeState {
     /// Folders that may contain incidents.
@@ -228,7 +228,7 @@ impl NodeState {
     }
 
     pub(super) fn capture_alone(&mut self, id: &str) {
-        let part = ClusterPart { operations: LATER_OPERATIONS, alone: true };
+        let part = ClusterPart { operations: UNREQUESTED_OPERATIONS, alone: true };
         self.capture(id, self.settings.cluster.is_some().then_some(part));
     }
 

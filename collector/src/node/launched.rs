@@ -24,11 +24,11 @@ use crate::{
 };
 
 /// Entries of ended ranks are removed after this time when nothing else of their job remains.
-pub const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
+pub(super) const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
 
 /// A rank that has not registered.
 #[derive(Debug, Clone)]
-pub struct Unregistered {
+pub(super) struct Unregistered {
     /// Its job.
     pub job: JobKey,
     /// Its identity, from its environment.
@@ -45,7 +45,7 @@ pub struct Unregistered {
 
 /// Whether an unregistered rank runs.
 #[derive(Debug, Clone)]
-pub enum State {
+pub(super) enum State {
     /// It runs as this process.
     Runs(Arc<Handle>),
     /// It ended at this CLOCK_MONOTONIC time, with the exit status when that is known.
@@ -54,7 +54,7 @@ pub enum State {
 
 /// The commands of this node, and their ranks that have not registered.
 #[derive(Debug, Default)]
-pub struct Launched {
+pub(super) struct Launched {
     // Their ranks may take an hour to their first device call.
     commands: Vec<LaunchedCommand>,
     // Those that have ended, oldest first.
@@ -72,7 +72,7 @@ struct LaunchedCommand {
 
 /// A launched command that has ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EndedCommand {
+pub(super) struct EndedCommand {
     /// Its pid and start time.
     pub process: ProcessId,
     /// Its command line.
@@ -108,7 +108,7 @@ impl Unregistered {
 
     /// The identity from which its job is determined.
     #[must_use]
-    pub fn member(&self, now_ns: u64) -> Member {
+    pub(super) fn member(&self, now_ns: u64) -> Member {
         Member {
             process: Some((self.info.pid, self.start)),
             ancestors: self.ancestors.clone(),
@@ -139,7 +139,7 @@ impl Unregistered {
 
 impl Launched {
     /// Adds the command that a launcher executed. It may be a rank itself, or start ranks.
-    pub fn add(&mut self, command: Arc<Handle>) {
+    pub(super) fn add(&mut self, command: Arc<Handle>) {
         // A process that connects repeatedly without a message is still one command.
         let same = |known: &LaunchedCommand| (known.process.pid, known.process.start) == (command.pid, command.start);
         if self.commands.len() >= MAX_COMMANDS || self.commands.iter().any(same) {
@@ -154,13 +154,13 @@ impl Launched {
     }
 
     /// The pids of the launched commands that run.
-    pub fn running_commands(&self) -> impl Iterator<Item = i32> {
+    pub(super) fn running_commands(&self) -> impl Iterator<Item = i32> {
         self.commands.iter().filter(|command| !command.process.is_dead()).map(|command| command.process.pid)
     }
 
     /// The launched commands that have ended, oldest first.
     #[must_use]
-    pub fn ended_commands(&self) -> &[EndedCommand] {
+    pub(super) fn ended_commands(&self) -> &[EndedCommand] {
         &self.ended
     }
 
@@ -179,7 +179,7 @@ impl Launched {
     }
 
     /// Finds the commands of launchers that an earlier collector of this socket served.
-    pub fn find(&mut self, socket: &Path) {
+    pub(super) fn find(&mut self, socket: &Path) {
         for pid in process::commands(getuid().as_raw(), socket) {
             if let Ok(command) = Handle::of_peer(pid) {
                 self.add(Arc::new(command));
@@ -189,12 +189,12 @@ impl Launched {
 
     /// Whether a command runs.
     #[must_use]
-    pub fn is_needed(&self) -> bool {
+    pub(super) fn is_needed(&self) -> bool {
         !self.commands.is_empty()
     }
 
     /// For poll: readable when a rank has ended.
-    pub fn fds(&self) -> impl Iterator<Item = &OwnedFd> {
+    pub(super) fn fds(&self) -> impl Iterator<Item = &OwnedFd> {
         self.ranks.iter().filter_map(|rank| match &rank.state {
             State::Runs(process) => Some(process.fd()),
             State::Ended(..) => None,
@@ -202,14 +202,14 @@ impl Launched {
     }
 
     /// All unregistered ranks, so that the caller can assign their jobs.
-    pub fn unregistered(&mut self) -> &mut [Unregistered] {
+    pub(super) fn unregistered(&mut self) -> &mut [Unregistered] {
         &mut self.ranks
     }
 
     /// The commands below which a rank runs that has not registered, each with the time at which
     /// the newest of these ranks was started, CLOCK_MONOTONIC nanoseconds.
     #[must_use]
-    pub fn starting(&self, now_ns: u64) -> BTreeMap<ProcessId, u64> {
+    pub(super) fn starting(&self, now_ns: u64) -> BTreeMap<ProcessId, u64> {
         let mut starting = BTreeMap::new();
         for rank in self.ranks.iter().filter(|rank| !rank.is_over()) {
             let started_ns = process::started_ns(rank.start, now_ns);
@@ -224,14 +224,14 @@ impl Launched {
     }
 
     /// Removes the entry of a process that has registered.
-    pub fn registered(&mut self, process: &Handle) {
+    pub(super) fn registered(&mut self, process: &Handle) {
         self.ranks.retain(|rank| !rank.is(process.pid, process.start));
     }
 
     /// Looks for new ranks below the commands that use the collector of this socket.
     /// `is_registered` takes a pid and a start time. Returns the processes that it has looked at:
     /// the commands, what is between them and the ranks, the ranks, and the children of ranks.
-    pub fn scan(&mut self, socket: &Path, is_registered: impl Fn(i32, u64) -> bool) -> BTreeSet<ProcessId> {
+    pub(super) fn scan(&mut self, socket: &Path, is_registered: impl Fn(i32, u64) -> bool) -> BTreeSet<ProcessId> {
         self.note_ended_commands();
         let mut seen = BTreeSet::new();
         for LaunchedCommand { process: command, .. } in self.commands.clone() {
@@ -290,7 +290,7 @@ impl Launched {
     }
 
     /// Notes which ranks have ended by now.
-    pub fn note_ended(&mut self, now_ns: u64) {
+    pub(super) fn note_ended(&mut self, now_ns: u64) {
         for rank in &mut self.ranks {
             if let State::Runs(process) = &rank.state
                 && process.is_dead()
@@ -309,7 +309,7 @@ impl Launched {
     /// `world_start_ns` returns when the first living registered process of a job was started: a
     /// rank that ended before that belongs to another world.
     #[must_use]
-    pub fn ranks(&self, world_start_ns: impl Fn(&JobKey) -> Option<u64>, now_ns: u64) -> Vec<&Unregistered> {
+    pub(super) fn ranks(&self, world_start_ns: impl Fn(&JobKey) -> Option<u64>, now_ns: u64) -> Vec<&Unregistered> {
         let started_ns = |rank: &Unregistered| process::started_ns(rank.start, now_ns);
         let (over, running): (Vec<&Unregistered>, Vec<&Unregistered>) =
             self.ranks.iter().partition(|rank| rank.is_over());

@@ -23,7 +23,7 @@ use crate::{
 
 /// The complete page.
 #[must_use]
-pub fn text(state: &NodeState, now: Now) -> String {
+pub(super) fn text(state: &NodeState, now: Now) -> String {
     let mut page = Page::default();
     let ranks: Vec<&Rank> = state.registry.living_jobs().iter().flat_map(|job| state.registry.of_job(job)).collect();
     let alive = labelled(state, ranks.into_iter().filter(|rank| rank.presence.is_alive()));

@@ -12,11 +12,11 @@ use crate::{
 };
 
 /// A watcher turns many times a second. A shorter silence would only reveal an overloaded machine.
-pub const SHORTEST_SILENCE: Duration = Duration::from_secs(3);
+pub(super) const SHORTEST_SILENCE: Duration = Duration::from_secs(3);
 
 /// One living rank, as observed now.
 #[derive(Debug, Clone)]
-pub struct Observation {
+pub(super) struct Observation {
     /// Its job.
     pub job: JobKey,
     /// Its entry.
@@ -37,7 +37,7 @@ pub struct Observation {
 
 /// The conditions that hold now.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Conditions {
+pub(super) struct Conditions {
     /// Ranks whose watcher is stuck although they run, and since when.
     pub stuck: BTreeMap<RankId, u64>,
     /// Jobs without any launch for longer than their idle timeout, and since when.
@@ -46,7 +46,7 @@ pub struct Conditions {
 
 /// Remembers earlier observations.
 #[derive(Debug, Default)]
-pub struct Monitor {
+pub(super) struct Monitor {
     silent: BTreeSet<RankId>,
     looked_ns: Option<u64>,
     // When a job was last found idle.
@@ -63,12 +63,12 @@ const GAP: Duration = Duration::from_secs(4);
 
 impl Monitor {
     /// A job was examined and found idle. It is examined again after another idle timeout.
-    pub fn note_idle(&mut self, job: &JobKey, now_ns: u64) {
+    pub(super) fn note_idle(&mut self, job: &JobKey, now_ns: u64) {
         self.idle_ns.insert(job.clone(), now_ns);
     }
 
     /// Evaluates one observation of all living ranks.
-    pub fn evaluate(&mut self, observations: &[Observation], now_ns: u64) -> Conditions {
+    pub(super) fn evaluate(&mut self, observations: &[Observation], now_ns: u64) -> Conditions {
         let before_ns = self.looked_ns.replace(now_ns);
         let stood_still = before_ns.is_some_and(|before_ns| now_ns.saturating_sub(before_ns) > nanoseconds(GAP));
         let jobs: BTreeSet<&JobKey> = observations.iter().map(|rank| &rank.job).collect();

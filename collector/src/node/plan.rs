@@ -34,7 +34,7 @@ use crate::{
 
 /// A dump of the ranks of a job on this node.
 #[derive(Debug)]
-pub struct DumpTask {
+pub(super) struct DumpTask {
     /// The plan of the dump.
     pub plan: Plan,
     /// The job's registered ranks on this node, in ascending order.
@@ -77,7 +77,7 @@ pub struct DumpTask {
 
 /// A part of a job-wide incident.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ClusterPart {
+pub(super) struct ClusterPart {
     /// Number of operations of each flight record that the cluster gets.
     pub operations: usize,
     /// The cluster did not answer: the node draws the pictures and reports by itself, and keeps the
@@ -105,7 +105,7 @@ impl DumpTask {
 
 /// The outcome of a dump.
 #[derive(Debug)]
-pub struct Outcome {
+pub(super) struct Outcome {
     /// Name of the incident.
     pub incident: String,
     /// Its folder; `None` when none could be made.
@@ -134,7 +134,7 @@ pub(crate) fn finish_times(plan: &Plan, verdict: &mut Verdict) {
 
 /// The registered ranks of a job.
 #[must_use]
-pub fn registered_subjects(registry: &Registry, job: &JobKey, node: &str) -> Vec<Subject> {
+pub(super) fn registered_subjects(registry: &Registry, job: &JobKey, node: &str) -> Vec<Subject> {
     registry.of_job(job).into_iter().map(|rank| subject(rank, node)).collect()
 }
 
@@ -163,7 +163,7 @@ fn subject(rank: &Rank, node: &str) -> Subject {
 
 /// Adds the job's ranks that have not registered. A process that a launcher has started comes
 /// before those that are found by their variables alone: these may be its descendants.
-pub fn add_unregistered(task: &mut DumpTask) {
+pub(super) fn add_unregistered(task: &mut DumpTask) {
     let (running, ended): (Vec<Unregistered>, Vec<Unregistered>) =
         std::mem::take(&mut task.unregistered).into_iter().partition(|rank| matches!(rank.state, State::Runs(_)));
     add_launched(&mut task.subjects, running, &task.node);
@@ -298,7 +298,7 @@ fn is_shell(pid: i32) -> bool {
 
 /// World size of a job, and the range of its ranks on this node; `None` when that is unknown.
 #[must_use]
-pub fn world(subjects: &[Subject]) -> (u32, Option<Range<u32>>) {
+pub(super) fn world(subjects: &[Subject]) -> (u32, Option<Range<u32>>) {
     let known = known_size(subjects);
     let highest = subjects.iter().map(|subject| subject.rank + 1).max().unwrap_or(0);
     let size = known.max(highest);

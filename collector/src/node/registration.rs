@@ -36,12 +36,31 @@ use crate::{
 /// once.
 const RECONNECT: Duration = Duration::from_secs(10);
 
+/// Why the connection of a hook must be closed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ProtocolError {
+    #[error("sent Hello twice")]
+    SecondHello,
+    #[error("sent a message of an unknown kind")]
+    UnknownKind,
+    #[error("sent a message before Hello")]
+    NoHello,
+    #[error("signalled a hang without an operation")]
+    NoOperation,
+    #[error(
+        "has protocol {protocol} with ring layout {ring}, this collector {PROTOCOL_VERSION} with {}; use the hook and \
+         the collector of one release",
+        ring::VERSION
+    )]
+    OtherRelease { protocol: u32, ring: u32 },
+}
+
 impl NodeState {
     /// Handles a message of a hook.
     ///
     /// # Errors
-    /// When the connection must be closed; the text gives the reason.
-    pub fn message(
+    /// The connection must be closed.
+    pub(super) fn message(
         &mut self,
         connection: ConnectionId,
         pid: i32,
@@ -49,13 +68,13 @@ impl NodeState {
         message: HookMessage,
         descriptor: Option<std::os::fd::OwnedFd>,
         now: Now,
-    ) -> Result<(), String> {
+    ) -> Result<(), ProtocolError> {
         let known = self.registry.by_connection(connection).map(|rank| rank.id);
         match (message.message, known) {
             (Some(Message::Hello(hello)), None) => self.hello(connection, pid, process, &hello, descriptor, now),
-            (Some(Message::Hello(_)), Some(_)) => Err("sent Hello twice".into()),
-            (None, _) => Err("sent a message of an unknown kind".into()),
-            (Some(_), None) => Err("sent a message before Hello".into()),
+            (Some(Message::Hello(_)), Some(_)) => Err(ProtocolError::SecondHello),
+            (None, _) => Err(ProtocolError::UnknownKind),
+            (Some(_), None) => Err(ProtocolError::NoHello),
             (Some(Message::Hang(hang)), Some(id)) => self.hang(id, hang, now),
             (Some(Message::Resolved(resolved)), Some(id)) => {
                 if let Some(rank) = self.registry.get(id) {
@@ -94,15 +113,9 @@ impl NodeState {
         hello: &Hello,
         descriptor: Option<std::os::fd::OwnedFd>,
         now: Now,
-    ) -> Result<(), String> {
+    ) -> Result<(), ProtocolError> {
         if hello.protocol != PROTOCOL_VERSION || hello.ring_version != ring::VERSION {
-            return Err(format!(
-                "has protocol {} with ring layout {}, this collector {PROTOCOL_VERSION} with {}; use the hook and the \
-                 collector of one release",
-                hello.protocol,
-                hello.ring_version,
-                ring::VERSION
-            ));
+            return Err(ProtocolError::OtherRelease { protocol: hello.protocol, ring: hello.ring_version });
         }
         let ring = match descriptor.map(|descriptor| RingFile::new(descriptor, pid)) {
             Some(Ok(ring)) => Some(Arc::new(ring)),
@@ -215,8 +228,8 @@ impl NodeState {
         }
     }
 
-    pub(super) fn hang(&mut self, id: RankId, hang: HangSignal, now: Now) -> Result<(), String> {
-        let mut operation = hang.operation.ok_or("signalled a hang without an operation")?;
+    pub(super) fn hang(&mut self, id: RankId, hang: HangSignal, now: Now) -> Result<(), ProtocolError> {
+        let mut operation = hang.operation.ok_or(ProtocolError::NoOperation)?;
         operation.function = kernel_name(&operation.function);
         // The job of a rank must be known before the hang is raised.
         let Some(name) = self.registry.get(id).map(|rank| rank.info.job.clone()) else { return Ok(()) };
@@ -274,14 +287,14 @@ impl NodeState {
     }
 
     /// Handles the end of a connection.
-    pub fn disconnected(&mut self, connection: ConnectionId, now: Now) {
+    pub(super) fn disconnected(&mut self, connection: ConnectionId, now: Now) {
         if let Some(id) = self.registry.disconnected(connection) {
             self.ended(id, now);
         }
     }
 
     /// Checks whether a process has ended, and handles that.
-    pub fn ended(&mut self, id: RankId, now: Now) {
+    pub(super) fn ended(&mut self, id: RankId, now: Now) {
         let Some(rank) = self.registry.get(id) else { return };
         let Some(process) = rank.process.clone().filter(|process| process.is_dead()) else { return };
         self.read_goodbye(id, now);
@@ -340,7 +353,7 @@ impl NodeState {
     }
 
     /// Handles the end of unregistered ranks.
-    pub fn note_ended_unregistered(&mut self, now: Now) {
+    pub(super) fn note_ended_unregistered(&mut self, now: Now) {
         self.launched.note_ended(self.happened_ns(now));
     }
 

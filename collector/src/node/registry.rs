@@ -36,7 +36,7 @@ use crate::{
 
 /// Whether the process of an entry is there.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Presence {
+pub(super) enum Presence {
     /// Connected.
     Present,
     /// Alive, but its connection ended: it executed another program, or will connect again.
@@ -50,7 +50,7 @@ pub enum Presence {
 impl Presence {
     /// The name in `/status`.
     #[must_use]
-    pub fn name(self) -> &'static str {
+    pub(super) fn name(self) -> &'static str {
         match self {
             Presence::Present => "present",
             Presence::Detached => "detached",
@@ -61,14 +61,14 @@ impl Presence {
 
     /// Whether the process runs.
     #[must_use]
-    pub fn is_alive(self) -> bool {
+    pub(super) fn is_alive(self) -> bool {
         matches!(self, Presence::Present | Presence::Detached)
     }
 }
 
 /// The settings that a rank reported for its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct JobSettings {
+pub(super) struct JobSettings {
     /// How long an operation may stay incomplete.
     pub hang_timeout: Duration,
     /// How long the job may launch nothing; zero is off.
@@ -102,7 +102,7 @@ impl JobSettings {
 
 /// One registered process.
 #[derive(Debug)]
-pub struct Rank {
+pub(super) struct Rank {
     /// Id of this entry.
     pub id: RankId,
     /// Its job.
@@ -148,13 +148,13 @@ pub struct Rank {
 impl Rank {
     /// Pid in the collector's namespace; 0 when not visible.
     #[must_use]
-    pub fn pid(&self) -> i32 {
+    pub(super) fn pid(&self) -> i32 {
         self.process.as_ref().map_or(0, |process| process.pid)
     }
 
     /// The view of this rank for the sampler.
     #[must_use]
-    pub fn view(&self) -> RankView<'_> {
+    pub(super) fn view(&self) -> RankView<'_> {
         RankView {
             id: self.id,
             job: &self.job,
@@ -168,7 +168,7 @@ impl Rank {
 
     /// The identity from which its job is determined.
     #[must_use]
-    pub fn member(&self, now_ns: u64) -> Member {
+    pub(super) fn member(&self, now_ns: u64) -> Member {
         let process = self.process.as_ref();
         // The registry may not have noticed its end yet.
         let ended_ns = match self.presence.is_alive() {
@@ -194,19 +194,19 @@ impl Rank {
 
     /// Whether it belongs to a world that another one has replaced.
     #[must_use]
-    pub fn is_past(&self) -> bool {
+    pub(super) fn is_past(&self) -> bool {
         self.past
     }
 
     /// Whether its process runs, or does not finish its exit.
     #[must_use]
-    pub fn has_process(&self) -> bool {
+    pub(super) fn has_process(&self) -> bool {
         self.presence.is_alive() || self.lingers
     }
 
     /// Whether the launched command above this process runs: an agent, a front end.
     #[must_use]
-    pub fn has_launcher(&self) -> bool {
+    pub(super) fn has_launcher(&self) -> bool {
         self.process.as_ref().and_then(|process| process.launched).is_some_and(process::is_alive)
     }
 
@@ -228,7 +228,7 @@ impl Rank {
     /// Whether it ended with success, or on request: by a signal that requests the end, or with the
     /// exit code that stands for SIGTERM.
     #[must_use]
-    pub fn ended_in_order(&self) -> bool {
+    pub(super) fn ended_in_order(&self) -> bool {
         let exit = Exit::of(self.exit.as_deref().unwrap_or_default());
         match self.presence {
             Presence::Left => exit == Exit::Unknown || exit.succeeded() || exit.was_requested(),
@@ -240,14 +240,14 @@ impl Rank {
     /// CLOCK_MONOTONIC at which its process was started, or at which it registered when the process
     /// is not visible.
     #[must_use]
-    pub fn started_ns(&self, now_ns: u64) -> u64 {
+    pub(super) fn started_ns(&self, now_ns: u64) -> u64 {
         self.process.as_ref().map_or(self.registered_ns, |process| process::started_ns(process.start, now_ns))
     }
 
     /// Description for messages. A process that does not know its rank is named by its pid and
     /// command.
     #[must_use]
-    pub fn title(&self) -> String {
+    pub(super) fn title(&self) -> String {
         if self.info.rank >= 0 {
             return format!("rank {} (pid {}) of job {}", self.info.rank, self.pid(), self.job);
         }
@@ -260,7 +260,7 @@ impl Rank {
     /// The name of its process from `/proc/PID/comm`, which a program may set to its role; `None`
     /// if the process has ended.
     #[must_use]
-    pub fn process_title(&self) -> Option<String> {
+    pub(super) fn process_title(&self) -> Option<String> {
         let process = self.process.as_ref().filter(|process| !process.is_dead())?;
         Some(procfs::name(process.pid)).filter(|name| !name.is_empty())
     }
@@ -268,7 +268,7 @@ impl Rank {
 
 /// The effects of a registration besides the new entry.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Registered {
+pub(super) struct Registered {
     /// The new or updated entry.
     pub id: RankId,
     /// It superseded an earlier attempt.
@@ -283,7 +283,7 @@ pub struct Registered {
 
 /// All entries.
 #[derive(Debug, Default)]
-pub struct Registry {
+pub(super) struct Registry {
     ranks: BTreeMap<RankId, Rank>,
     next: RankId,
     /// See [`Launched::starting`](super::launched::Launched::starting).
@@ -310,45 +310,45 @@ const MAX_COMMUNICATORS: usize = 64;
 
 impl Registry {
     /// All entries, oldest first.
-    pub fn ranks(&self) -> impl Iterator<Item = &Rank> {
+    pub(super) fn ranks(&self) -> impl Iterator<Item = &Rank> {
         self.ranks.values()
     }
 
     /// The entry with this id.
     #[must_use]
-    pub fn get(&self, id: RankId) -> Option<&Rank> {
+    pub(super) fn get(&self, id: RankId) -> Option<&Rank> {
         self.ranks.get(&id)
     }
 
     /// The entry of a connection.
     #[must_use]
-    pub fn by_connection(&self, connection: ConnectionId) -> Option<&Rank> {
+    pub(super) fn by_connection(&self, connection: ConnectionId) -> Option<&Rank> {
         self.ranks.values().find(|rank| rank.connection == Some(connection))
     }
 
     /// Whether a process has sent a hello.
     #[must_use]
-    pub fn is_registered(&self, pid: i32, start: u64) -> bool {
+    pub(super) fn is_registered(&self, pid: i32, start: u64) -> bool {
         let is_process = |process: &Arc<Handle>| (process.pid, process.start) == (pid, start);
         self.ranks.values().any(|rank| rank.process.as_ref().is_some_and(is_process))
     }
 
     /// All jobs that have an entry.
     #[must_use]
-    pub fn jobs(&self) -> BTreeSet<JobKey> {
+    pub(super) fn jobs(&self) -> BTreeSet<JobKey> {
         self.ranks.values().map(|rank| rank.job.clone()).collect()
     }
 
     /// All jobs with a running process.
     #[must_use]
-    pub fn living_jobs(&self) -> BTreeSet<JobKey> {
+    pub(super) fn living_jobs(&self) -> BTreeSet<JobKey> {
         self.ranks.values().filter(|rank| rank.has_process()).map(|rank| rank.job.clone()).collect()
     }
 
     /// The ranks of a job in its newest attempt and its living ranks of earlier attempts, in
     /// ascending order, at most one entry for each rank, without helpers.
     #[must_use]
-    pub fn of_job(&self, job: &JobKey) -> Vec<&Rank> {
+    pub(super) fn of_job(&self, job: &JobKey) -> Vec<&Rank> {
         let entries = || self.ranks.values().filter(|rank| rank.job == *job && !rank.auxiliary && !rank.past);
         let attempt = entries().map(|rank| rank.info.attempt).max().unwrap_or(0);
         let mut ranks: BTreeMap<i32, &Rank> = BTreeMap::new();
@@ -368,19 +368,19 @@ impl Registry {
 
     /// Whether any process of a job runs.
     #[must_use]
-    pub fn is_alive(&self, job: &JobKey) -> bool {
+    pub(super) fn is_alive(&self, job: &JobKey) -> bool {
         self.ranks.values().any(|rank| rank.job == *job && rank.has_process())
     }
 
     /// Whether a job is about to end, or to continue with fewer ranks: some ranks ended in order or
     /// on request, and others are still there.
     #[must_use]
-    pub fn is_ending(&self, job: &JobKey, attempt: u32) -> bool {
+    pub(super) fn is_ending(&self, job: &JobKey, attempt: u32) -> bool {
         self.of_job(job).into_iter().any(|rank| rank.info.attempt == attempt && rank.ended_in_order())
     }
 
     /// Registers a process that sent a hello with its ring.
-    pub fn hello(
+    pub(super) fn hello(
         &mut self,
         connection: ConnectionId,
         process: Option<Arc<Handle>>,
@@ -431,7 +431,7 @@ impl Registry {
     }
 
     /// Updates the identity or world of a rank. `None` when the connection has not sent a hello.
-    pub fn changed(
+    pub(super) fn changed(
         &mut self,
         connection: ConnectionId,
         info: RankInfo,
@@ -447,7 +447,7 @@ impl Registry {
     }
 
     /// Stores the communicators of a rank that may identify its job.
-    pub fn set_communicators(&mut self, id: RankId, mut communicators: Vec<CommunicatorRank>) {
+    pub(super) fn set_communicators(&mut self, id: RankId, mut communicators: Vec<CommunicatorRank>) {
         communicators.sort_unstable_by_key(|place| (!place.unique, Reverse(place.size), place.id));
         communicators.truncate(MAX_COMMUNICATORS);
         if let Some(rank) = self.ranks.get_mut(&id) {
@@ -457,7 +457,7 @@ impl Registry {
 
     /// Splits the ranks of each name, including the unregistered ones, into jobs by all that is
     /// known now. Returns whether any rank changed its job.
-    pub fn rejoin(&mut self, unregistered: &mut [Unregistered], now_ns: u64) -> bool {
+    pub(super) fn rejoin(&mut self, unregistered: &mut [Unregistered], now_ns: u64) -> bool {
         let is_known = |rank: &&Rank| rank.claimed.rank >= 0 && !rank.past;
         let mut names: BTreeSet<String> = unregistered.iter().map(|rank| rank.info.job.clone()).collect();
         names.extend(self.ranks.values().filter(is_known).map(|rank| rank.claimed.job.clone()));
@@ -501,7 +501,7 @@ impl Registry {
 
     /// All known processes of a job name, and their jobs: the input of the split into jobs.
     #[must_use]
-    pub fn members(&self, name: &str, unregistered: &[&Unregistered], now_ns: u64) -> Vec<(Member, JobKey)> {
+    pub(super) fn members(&self, name: &str, unregistered: &[&Unregistered], now_ns: u64) -> Vec<(Member, JobKey)> {
         let ranks = self.ranks.values().filter(|rank| rank.claimed.rank >= 0 && !rank.past && rank.claimed.job == name);
         let ranks = ranks.map(|rank| (rank.member(now_ns), rank.job.clone()));
         let unregistered = unregistered.iter().filter(|rank| rank.info.job == name);
@@ -509,14 +509,14 @@ impl Registry {
     }
 
     /// The process of this connection ends by itself.
-    pub fn goodbye(&mut self, connection: ConnectionId, now_ns: u64) -> Option<RankId> {
+    pub(super) fn goodbye(&mut self, connection: ConnectionId, now_ns: u64) -> Option<RankId> {
         let id = self.by_connection(connection)?.id;
         self.left(id, now_ns);
         Some(id)
     }
 
     /// This rank ends by itself. It may have said so in its ring only.
-    pub fn left(&mut self, id: RankId, now_ns: u64) {
+    pub(super) fn left(&mut self, id: RankId, now_ns: u64) {
         let Some(rank) = self.ranks.get_mut(&id) else { return };
         rank.presence = Presence::Left;
         rank.ended_ns = now_ns;
@@ -524,7 +524,7 @@ impl Registry {
     }
 
     /// Updates which processes still exist after their goodbye.
-    pub fn note_lingering(&mut self, now_ns: u64) {
+    pub(super) fn note_lingering(&mut self, now_ns: u64) {
         for rank in self.ranks.values_mut() {
             let stays = rank.said_goodbye && !rank.gone && rank.process.is_some();
             rank.lingers = stays && now_ns >= rank.ended_ns + LINGER_NS;
@@ -533,13 +533,13 @@ impl Registry {
 
     /// Notes the launched commands that are starting ranks; see
     /// [`Launched::starting`](super::launched::Launched::starting).
-    pub fn note_starting(&mut self, starting: BTreeMap<ProcessId, u64>) {
+    pub(super) fn note_starting(&mut self, starting: BTreeMap<ProcessId, u64>) {
         self.starting = starting;
     }
 
     /// Whether the launched command above the ended ranks of an attempt has started others since.
     #[must_use]
-    pub fn is_restarted(&self, job: &JobKey, attempt: u32) -> bool {
+    pub(super) fn is_restarted(&self, job: &JobKey, attempt: u32) -> bool {
         let ended = self.ranks().filter(|rank| rank.job == *job && rank.info.attempt == attempt && rank.ended_ns > 0);
         let launcher = |rank: &Rank| rank.process.as_ref()?.launched;
         let started_ns = |rank: &Rank| launcher(rank).and_then(|launcher| self.starting.get(&launcher));
@@ -549,7 +549,7 @@ impl Registry {
     }
 
     /// Handles the end of a connection; the process may live on.
-    pub fn disconnected(&mut self, connection: ConnectionId) -> Option<RankId> {
+    pub(super) fn disconnected(&mut self, connection: ConnectionId) -> Option<RankId> {
         let rank = self.ranks.values_mut().find(|rank| rank.connection == Some(connection))?;
         rank.connection = None;
         if rank.presence == Presence::Present {
@@ -559,7 +559,7 @@ impl Registry {
     }
 
     /// Handles the end of a process. Returns true when it had sent no goodbye.
-    pub fn ended(&mut self, id: RankId, exit: Option<String>, now_ns: u64) -> bool {
+    pub(super) fn ended(&mut self, id: RankId, exit: Option<String>, now_ns: u64) -> bool {
         let Some(rank) = self.ranks.get_mut(&id) else { return false };
         rank.exit = exit.or(rank.exit.take());
         (rank.gone, rank.lingers) = (true, false);
@@ -573,7 +573,7 @@ impl Registry {
 
     /// Removes jobs that ended long ago, and drops rings that nobody will read again: a ring
     /// occupies memory for as long as its descriptor is open.
-    pub fn forget(&mut self, now_ns: u64) {
+    pub(super) fn forget(&mut self, now_ns: u64) {
         for rank in self.ranks.values_mut() {
             let is_invisible = rank.presence == Presence::Detached && rank.process.is_none();
             if is_invisible && rank.ended_ns == 0 {

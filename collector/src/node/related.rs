@@ -29,7 +29,7 @@ const MAX_CHAIN: usize = 8;
 
 /// The related processes of one incident, by pid.
 #[derive(Debug, Default)]
-pub struct RelatedProcesses {
+pub(super) struct RelatedProcesses {
     samples: BTreeMap<i32, [Option<ProcessCapture>; 2]>,
 }
 
@@ -37,7 +37,7 @@ impl RelatedProcesses {
     /// Captures the processes that the sample `which` of the ranks leads to, and `others`, until no
     /// new one is found or the time is up. Those of the first sample are captured again in the
     /// second.
-    pub fn sample(
+    pub(super) fn sample(
         &mut self,
         which: usize,
         captures: &Captures,
@@ -89,14 +89,14 @@ impl RelatedProcesses {
 
     /// Their pids.
     #[must_use]
-    pub fn pids(&self) -> BTreeSet<i32> {
+    pub(super) fn pids(&self) -> BTreeSet<i32> {
         self.samples.keys().copied().collect()
     }
 
     /// The evidence of these processes, and of the children of ranks that captured threads wait
     /// for.
     #[must_use]
-    pub fn evidence(self, ranks: &BTreeMap<u32, RankCapture>, node: &str) -> Vec<ProcessEvidence> {
+    pub(super) fn evidence(self, ranks: &BTreeMap<u32, RankCapture>, node: &str) -> Vec<ProcessEvidence> {
         let all = ranks.values().flat_map(|taken| taken.samples.iter().flatten()).flat_map(with_children);
         let related = self.samples.values().flatten().flatten();
         let awaited: BTreeSet<i32> = all.chain(related).flat_map(awaited).collect();
@@ -109,7 +109,7 @@ impl RelatedProcesses {
 /// The parents of ranks and the other children of these parents. One of them may be about to become
 /// a rank that is missing.
 #[must_use]
-pub fn family(ranks: &[i32]) -> Vec<i32> {
+pub(super) fn family(ranks: &[i32]) -> Vec<i32> {
     let parents: BTreeSet<i32> =
         ranks.iter().filter_map(|pid| procfs::stat(*pid).ok()).map(|stat| stat.parent).filter(|pid| *pid > 1).collect();
     let children = parents.iter().flat_map(|parent| procfs::children(*parent, MAX_FAMILY).unwrap_or_default());
@@ -120,7 +120,11 @@ pub fn family(ranks: &[i32]) -> Vec<i32> {
 /// The launched commands and their descendants that have a TCP connection to another machine: ranks
 /// of other nodes may wait for them.
 #[must_use]
-pub fn connected_processes(commands: &[i32], ranks: &BTreeMap<u32, RankCapture>, deadline: Duration) -> Vec<i32> {
+pub(super) fn connected_processes(
+    commands: &[i32],
+    ranks: &BTreeMap<u32, RankCapture>,
+    deadline: Duration,
+) -> Vec<i32> {
     let until = Instant::now() + deadline;
     let of_ranks = ranks.values().flat_map(|taken| taken.samples.iter().flatten()).flat_map(with_children);
     let of_ranks: HashSet<i32> = of_ranks.map(|process| process.pid).collect();

@@ -13,7 +13,7 @@ use crate::{
 
 /// The result of an incident, for `/status`.
 #[derive(Debug, Clone, Default)]
-pub struct IncidentReport {
+pub(super) struct IncidentReport {
     /// Its folder.
     pub path: Option<PathBuf>,
     /// The verdict in one sentence; empty until there is one.
@@ -75,7 +75,7 @@ fn no_ranks(verdict: &Verdict) -> Vec<i32> {
 
 /// What a verdict says about the ranks of its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct VerdictSummary {
+pub(super) struct VerdictSummary {
     /// Whether the verdict is a reason to end the ranks.
     pub grounds: Grounds,
     /// Culprit ranks.

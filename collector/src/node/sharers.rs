@@ -31,7 +31,7 @@ const AFTER_NS: u64 = 5_000_000_000;
 
 /// All of them.
 #[derive(Debug, Default)]
-pub struct Sharers {
+pub(super) struct Sharers {
     running: BTreeMap<ProcessId, Running>,
     // Oldest first.
     ended: Vec<EndedSharer>,
@@ -50,7 +50,7 @@ struct Running {
 
 /// A process that was killed or failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct EndedSharer {
+pub(super) struct EndedSharer {
     /// Its pid.
     pub pid: i32,
     /// Its command line.
@@ -64,7 +64,7 @@ pub struct EndedSharer {
 
 impl Sharers {
     /// Looks at processes below the launched commands, and notes which have ended since.
-    pub fn note(&mut self, seen: &BTreeSet<ProcessId>, now_ns: u64) {
+    pub(super) fn note(&mut self, seen: &BTreeSet<ProcessId>, now_ns: u64) {
         for id in seen {
             if self.running.len() < MAX_WATCHED || self.running.contains_key(id) {
                 self.running.entry(*id).or_insert_with(|| Running::new(now_ns)).look(*id, now_ns);
@@ -83,7 +83,7 @@ impl Sharers {
 
     /// Those that ended about when a job launched something last.
     #[must_use]
-    pub fn ended_about(&self, last_launch_ns: u64) -> Vec<EndedSharer> {
+    pub(super) fn ended_about(&self, last_launch_ns: u64) -> Vec<EndedSharer> {
         let is_near = |one: &&EndedSharer| {
             one.ended_ns + BEFORE_NS >= last_launch_ns && one.ended_ns <= last_launch_ns + AFTER_NS
         };
@@ -132,7 +132,7 @@ impl Running {
 
 /// The evidence about ended processes, of those that had memory in common with some of `pids`.
 #[must_use]
-pub fn evidence(ended: &[EndedSharer], pids: &BTreeSet<i32>, node: &str) -> Vec<ProcessEvidence> {
+pub(super) fn evidence(ended: &[EndedSharer], pids: &BTreeSet<i32>, node: &str) -> Vec<ProcessEvidence> {
     if ended.is_empty() {
         return Vec::new();
     }

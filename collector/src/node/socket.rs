@@ -35,7 +35,7 @@ use crate::{
 /// The listening socket. Dropping it removes the socket's file, except in a worker, whose
 /// supervisor still listens.
 #[derive(Debug)]
-pub struct Endpoint {
+pub(crate) struct Endpoint {
     listener: OwnedFd,
     path: PathBuf,
     inode: u64,
@@ -47,7 +47,7 @@ pub struct Endpoint {
 
 /// The other end of a new connection.
 #[derive(Debug)]
-pub struct Peer {
+pub(crate) struct Peer {
     /// The connection.
     pub fd: OwnedFd,
     /// Process that connected, in the collector's PID namespace; 0 when it is not visible there.
@@ -61,7 +61,7 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The result of one read of a connection.
 #[derive(Debug)]
-pub enum Received {
+pub(super) enum Received {
     /// A message, and the descriptor that came with it.
     Message(Box<HookMessage>, Option<OwnedFd>),
     /// Nothing more for now.
@@ -78,7 +78,7 @@ impl Endpoint {
     /// # Errors
     /// [`Error::Running`] when another collector holds the lock; others when the folder does not
     /// belong to this user alone, or the socket cannot be created.
-    pub fn open(path: &Path) -> Result<Endpoint, Error> {
+    pub(crate) fn open(path: &Path) -> Result<Endpoint, Error> {
         let Some(directory) = path.parent().filter(|directory| !directory.as_os_str().is_empty()) else {
             return Err(Error::Folder { path: path.into(), problem: "must be an absolute path".into() });
         };
@@ -107,14 +107,14 @@ impl Endpoint {
 
     /// An endpoint that another process has opened.
     #[must_use]
-    pub fn taken_over(path: &Path, listener: OwnedFd, lock: OwnedFd, inode: u64) -> Endpoint {
+    pub(crate) fn taken_over(path: &Path, listener: OwnedFd, lock: OwnedFd, inode: u64) -> Endpoint {
         Endpoint { listener, path: path.into(), inode, removes: false, lock }
     }
 
     /// What another process needs to take over the endpoint: listener, lock, and the inode of the
     /// socket's file.
     #[must_use]
-    pub fn parts(&self) -> ([BorrowedFd<'_>; 2], u64) {
+    pub(crate) fn parts(&self) -> ([BorrowedFd<'_>; 2], u64) {
         ([self.listener.as_fd(), self.lock.as_fd()], self.inode)
     }
 
@@ -122,13 +122,13 @@ impl Endpoint {
     ///
     /// # Errors
     /// When the system refuses.
-    pub fn listen(&self) -> Result<(), Error> {
+    pub(crate) fn listen(&self) -> Result<(), Error> {
         let listening = Backlog::new(1024).and_then(|backlog| listen(&self.listener, backlog));
         listening.map_err(|error| Error::path("listen on", &self.path)(error.into()))
     }
 
     /// Sets whether dropping this removes the socket's file.
-    pub fn set_removes_file(&mut self, removes: bool) {
+    pub(crate) fn set_removes_file(&mut self, removes: bool) {
         self.removes = removes;
     }
 
@@ -136,7 +136,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// For example when there are no descriptors left.
-    pub fn accept(&self) -> io::Result<Option<Peer>> {
+    pub(crate) fn accept(&self) -> io::Result<Option<Peer>> {
         match descriptors::accept(&self.listener) {
             Ok(fd) => {
                 let peer = getsockopt(&fd, PeerCredentials)?;
@@ -208,12 +208,12 @@ fn lock(socket: &Path) -> Result<fs::File, Error> {
 
 /// Whether a peer may talk to this collector: only processes of its own user may.
 #[must_use]
-pub fn is_own(peer: &Peer) -> bool {
+pub(super) fn is_own(peer: &Peer) -> bool {
     peer.uid == getuid().as_raw()
 }
 
 /// Reads one packet.
-pub fn receive(fd: &OwnedFd) -> Received {
+pub(super) fn receive(fd: &OwnedFd) -> Received {
     let mut bytes = vec![0; MAX_PACKET_BYTES + 1];
     let packet = match descriptors::receive(fd, &mut bytes) {
         Ok(packet) => packet,
@@ -237,7 +237,7 @@ pub fn receive(fd: &OwnedFd) -> Received {
 }
 
 /// Sends the welcome. A failure only concerns the peer.
-pub fn welcome(fd: &OwnedFd) {
+pub(super) fn welcome(fd: &OwnedFd) {
     let welcome = Welcome { collector_pid: std::process::id() as i32 };
     let reply = NodeReply { message: Some(node_reply::Message::Welcome(welcome)) };
     let _ = send(fd.as_raw_fd(), &reply.encode_to_vec(), MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT);

@@ -37,7 +37,7 @@ use crate::{
 pub(crate) const TICK: Duration = Duration::from_secs(1);
 
 /// The state of a node collector.
-pub struct NodeState {
+pub(super) struct NodeState {
     /// Settings.
     pub settings: Settings,
     /// Ranks.
@@ -158,7 +158,7 @@ impl Jobs for Registry {
 impl NodeState {
     /// The state of a node without ranks.
     #[must_use]
-    pub fn new(settings: Settings, captures: Captures, inbox: Inbox) -> Self {
+    pub(super) fn new(settings: Settings, captures: Captures, inbox: Inbox) -> Self {
         let node = match settings.node.as_str() {
             "" | "NOT_SET" => process::host_name(),
             name => name.to_string(),
@@ -211,7 +211,7 @@ impl NodeState {
     }
 
     /// Records a turn of the loop.
-    pub fn note_turn(&mut self, now: Now) {
+    pub(super) fn note_turn(&mut self, now: Now) {
         self.turned_ns = now.mono_ns;
     }
 
@@ -245,13 +245,13 @@ impl NodeState {
 
     /// Whether any work must not be cut off.
     #[must_use]
-    pub fn is_busy(&self) -> bool {
+    pub(super) fn is_busy(&self) -> bool {
         self.engine.is_busy() || self.verdict_actions.is_busy() || !self.pending_timelines.is_empty()
     }
 
     /// Whether something is being written.
     #[must_use]
-    pub fn is_writing(&self) -> bool {
+    pub(super) fn is_writing(&self) -> bool {
         self.disk.is_busy()
             || !self.pending_timelines.is_empty()
             || self.engine.incidents().any(|incident| incident.state == State::Open)

@@ -12,7 +12,7 @@ use crate::{
 
 /// The complete page.
 #[must_use]
-pub fn status(state: &NodeState, now: Now) -> Value {
+pub(super) fn status(state: &NodeState, now: Now) -> Value {
     let mut ranks: Vec<&Rank> = state.registry.ranks().collect();
     ranks.sort_by_key(|rank| (&rank.job, rank.info.attempt, rank.info.rank, rank.id));
     json!({
@@ -90,7 +90,7 @@ fn rank(state: &NodeState, rank: &Rank, now: Now) -> Value {
 
 /// Incidents without a folder, or with a folder that lacks the verdict.
 #[must_use]
-pub fn without_folder(state: &NodeState) -> Vec<WithoutFolder> {
+pub(super) fn without_folder(state: &NodeState) -> Vec<WithoutFolder> {
     let done = state.engine.incidents().filter(|incident| incident.state != State::Open && state.is_shown(incident));
     let report = done.filter_map(|incident| Some((incident, state.reports.get(&incident.head.id)?)));
     let without_folder = report.filter(|(_, report)| report.path.is_none() || report.verdict.is_some());

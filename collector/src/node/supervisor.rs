@@ -43,11 +43,11 @@ use crate::{
 /// One end of the socket between a supervisor and its worker. It shows either process at once that
 /// the other has ended.
 #[derive(Debug)]
-pub struct ProcessLink(OwnedFd);
+pub(crate) struct ProcessLink(OwnedFd);
 
 /// The messages between both sides, one byte each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum LinkMessage {
+pub(crate) enum LinkMessage {
     /// Worker: it serves.
     Up = b'u' as isize,
     /// Worker: it ends, on request or because nobody needs it.
@@ -60,7 +60,7 @@ pub enum LinkMessage {
 
 /// The result of a read.
 #[derive(Debug)]
-pub enum ReadResult {
+pub(crate) enum ReadResult {
     /// A message, its payload, and its descriptors.
     Message(LinkMessage, Vec<u8>, Vec<OwnedFd>),
     /// Nothing for now.
@@ -92,14 +92,14 @@ impl ProcessLink {
     ///
     /// # Errors
     /// When there are no descriptors left.
-    pub fn inherited() -> io::Result<ProcessLink> {
+    pub(crate) fn inherited() -> io::Result<ProcessLink> {
         let link = io::stdin().as_fd().try_clone_to_owned()?;
         dup2_stdin(std::fs::File::open("/dev/null")?)?;
         Ok(ProcessLink(link))
     }
 
     /// Sends a message. The next read shows if the other process has ended.
-    pub fn send_message(&self, message: LinkMessage) {
+    pub(crate) fn send_message(&self, message: LinkMessage) {
         let _ = self.send(&[message as u8], &[]);
     }
 
@@ -118,7 +118,7 @@ impl ProcessLink {
     }
 
     /// Reads the next message.
-    pub fn receive(&self) -> ReadResult {
+    pub(crate) fn receive(&self) -> ReadResult {
         let mut bytes = [0; MAX_MESSAGE_BYTES];
         let (got, fds) = match descriptors::receive(&self.0, &mut bytes) {
             Ok(packet) => (packet.bytes, packet.descriptors),
@@ -137,7 +137,7 @@ impl ProcessLink {
     ///
     /// # Errors
     /// When it does not arrive.
-    pub fn take_endpoint(&self, settings: &Settings) -> Result<Endpoint, Error> {
+    pub(crate) fn take_endpoint(&self, settings: &Settings) -> Result<Endpoint, Error> {
         wait(&[self.as_fd()], Some(HANDOVER_TIMEOUT));
         let wrong = || Error::system("take over the socket")(io::Error::from(io::ErrorKind::InvalidData));
         let ReadResult::Message(LinkMessage::Endpoint, inode, fds) = self.receive() else { return Err(wrong()) };
@@ -226,7 +226,7 @@ struct Worker {
 /// # Errors
 /// When another collector holds this socket, the socket cannot be opened, or the first worker does
 /// not start.
-pub fn run(settings: &Settings, tied: bool) -> anyhow::Result<()> {
+pub(crate) fn run(settings: &Settings, tied: bool) -> anyhow::Result<()> {
     set_process_name();
     let asked = SigSet::from_iter([Signal::SIGTERM, Signal::SIGINT]);
     asked.thread_block()?;
@@ -306,7 +306,7 @@ fn describe(status: ExitStatus) -> String {
 
 /// The worker's side of the connection to its supervisor.
 #[derive(Debug)]
-pub struct SupervisorLink {
+pub(crate) struct SupervisorLink {
     link: ProcessLink,
     // Set when this process started the supervisor.
     child: Option<Child>,
@@ -317,7 +317,7 @@ pub struct SupervisorLink {
 
 /// What a worker learned from its supervisor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SupervisorEvent {
+pub(crate) enum SupervisorEvent {
     /// The worker must end.
     Stop,
     /// The supervisor has ended; another one has been started, or will be.
@@ -330,7 +330,7 @@ impl SupervisorLink {
     ///
     /// # Errors
     /// When the endpoint does not arrive.
-    pub fn begin(settings: &Settings) -> Result<(SupervisorLink, Endpoint), Error> {
+    pub(crate) fn begin(settings: &Settings) -> Result<(SupervisorLink, Endpoint), Error> {
         set_process_name();
         // The supervisor has blocked the signals that it reads, and its children inherit that.
         let _ = SigSet::all().thread_unblock();
@@ -343,31 +343,31 @@ impl SupervisorLink {
 
     /// For poll: readable when there is a message; `None` while no supervisor lives.
     #[must_use]
-    pub fn fd(&self) -> Option<BorrowedFd<'_>> {
+    pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
         (!self.gone).then(|| self.link.as_fd())
     }
 
     /// Pid of the supervisor, when it lives.
     #[must_use]
-    pub fn pid(&self) -> Option<u32> {
+    pub(crate) fn pid(&self) -> Option<u32> {
         let pid = || self.child.as_ref().map_or_else(std::os::unix::process::parent_id, Child::id);
         (!self.gone).then(pid)
     }
 
     /// Reports that this worker serves.
-    pub fn up(&self) {
+    pub(crate) fn up(&self) {
         self.link.send_message(LinkMessage::Up);
     }
 
     /// Reports that this worker ends in order. Returns true when a supervisor lives, which removes
     /// the socket.
-    pub fn announce_end(&self) -> bool {
+    pub(crate) fn announce_end(&self) -> bool {
         self.link.send_message(LinkMessage::Ends);
         !self.gone
     }
 
     /// Handles messages of the supervisor, and starts another one when it has ended.
-    pub fn turn(&mut self, settings: &Settings, endpoint: &Endpoint) -> Option<SupervisorEvent> {
+    pub(crate) fn turn(&mut self, settings: &Settings, endpoint: &Endpoint) -> Option<SupervisorEvent> {
         if self.gone {
             self.start(settings, endpoint);
             return None;

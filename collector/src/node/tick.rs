@@ -33,7 +33,7 @@ use crate::{
 
 impl NodeState {
     /// Runs once a second.
-    pub fn tick(&mut self, now: Now) {
+    pub(super) fn tick(&mut self, now: Now) {
         self.check_filters(self.living().map(|rank| rank.id).collect::<Vec<_>>(), now);
         self.filtered.retain(|id, _| self.registry.get(*id).is_some());
         self.registry.note_lingering(now.mono_ns);

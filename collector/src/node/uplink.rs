@@ -16,8 +16,9 @@ use tokio::{
 };
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tonic::{
+    Status,
     metadata::{Ascii, MetadataValue},
-    transport::{Certificate, Channel, ClientTlsConfig, Endpoint},
+    transport::{Certificate, ClientTlsConfig, Endpoint},
 };
 use tracing::{info, warn};
 use xpu_timer_proto::{
@@ -40,7 +41,7 @@ use crate::{
 
 /// The address of the cluster collector, and the credentials of this node.
 #[derive(Debug, Clone)]
-pub struct Address {
+pub(super) struct Address {
     endpoint: Endpoint,
     token: Option<MetadataValue<Ascii>>,
     /// The URL of the user's setting, without a password.
@@ -66,7 +67,7 @@ impl Address {
     /// # Errors
     /// A sentence about what is wrong with them. A token never travels in plain text beyond this
     /// machine.
-    pub fn new(url: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> anyhow::Result<Self> {
+    pub(super) fn new(url: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> anyhow::Result<Self> {
         let (uri, secure) = check_url(url)?;
         let read = |path: &Path| file::read_within(path).map_err(|error| anyhow!("{}: {error}", path.display()));
         let token = match token_file {
@@ -99,14 +100,14 @@ fn bearer(token: &str) -> anyhow::Result<MetadataValue<Ascii>> {
 }
 
 /// Keeps a stream open for as long as the node runs.
-pub async fn run(address: Address, inbox: Inbox) {
+pub(super) async fn run(address: Address, inbox: Inbox) {
     let mut pause = SHORTEST_PAUSE;
     let mut last_logged = (String::new(), Instant::now());
     loop {
         let begun = Instant::now();
         let why = match stream(&address, &inbox).await {
             Ok(()) => "it ended the stream".to_string(),
-            Err(why) => why,
+            Err(error) => chain(&error),
         };
         if last_logged.0 != why || last_logged.1.elapsed() > REPEAT {
             warn!("the cluster collector {}: {why}", address.url);
@@ -128,20 +129,35 @@ fn jitter(pause: Duration) -> Duration {
     pause.mul_f64(0.5 + random / 2.0)
 }
 
-async fn stream(address: &Address, inbox: &Inbox) -> Result<(), String> {
-    let late = |_| format!("no answer within {JOIN:?}");
-    let channel = timeout(JOIN, address.endpoint.connect()).await.map_err(late)?;
-    let channel: Channel = channel.map_err(|error| chain(&error))?;
+/// Why a stream ended that the cluster collector did not end.
+#[derive(Debug, thiserror::Error)]
+enum StreamError {
+    #[error("no answer within {JOIN:?}")]
+    Late,
+    #[error(transparent)]
+    Connect(#[from] tonic::transport::Error),
+    #[error("{}", status_text(.0))]
+    Status(Box<Status>),
+}
+
+impl From<Status> for StreamError {
+    fn from(status: Status) -> Self {
+        StreamError::Status(Box::new(status))
+    }
+}
+
+async fn stream(address: &Address, inbox: &Inbox) -> Result<(), StreamError> {
+    let late = |_| StreamError::Late;
+    let channel = timeout(JOIN, address.endpoint.connect()).await.map_err(late)??;
     let client = ClusterClient::with_interceptor(SmallFrames(channel), AuthInterceptor(address.token.clone()));
     let mut client = client.max_decoding_message_size(MAX_MESSAGE_BYTES);
     let (sender, messages) = mpsc::channel(BACKLOG);
     let link = Link { messages: sender, client: client.clone(), runtime: Handle::current() };
     inbox.post(Command::Uplink(UplinkEvent::Opened(Box::new(link))));
-    let answer = timeout(JOIN, client.join(ReceiverStream::new(messages))).await.map_err(late)?;
-    let answer = answer.map_err(|status| status_text(&status))?;
+    let answer = timeout(JOIN, client.join(ReceiverStream::new(messages))).await.map_err(late)??;
     let mut answers = answer.into_inner();
     while let Some(answer) = answers.next().await {
-        let ClusterMessage { message } = answer.map_err(|status| status_text(&status))?;
+        let ClusterMessage { message } = answer?;
         if let Some(message) = message {
             if matches!(message, cluster_message::Message::Welcome(_)) {
                 info!("joined the cluster collector {}", address.url);

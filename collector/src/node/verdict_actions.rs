@@ -168,7 +168,7 @@ impl NodeState {
     /// `XPU_TIMER_COMMON_HANG`. A suspicion without a verdict does not count, and neither does an
     /// incident that is over.
     #[must_use]
-    pub fn is_hanging(&self, rank: &Rank) -> bool {
+    pub(super) fn is_hanging(&self, rank: &Rank) -> bool {
         let is_open_here = |incident: &&Incident| {
             matches!(incident.state, State::Open | State::Dumped)
                 && !incident.superseded

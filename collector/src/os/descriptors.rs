@@ -23,7 +23,7 @@ const MOST_DESCRIPTORS: usize = 2;
 
 /// A packet that was read.
 #[derive(Debug)]
-pub struct Packet {
+pub(crate) struct Packet {
     /// Length of the part that is in the buffer.
     pub bytes: usize,
     /// Whether the packet was longer than the buffer.
@@ -45,7 +45,7 @@ struct Control {
 /// # Errors
 /// EAGAIN when there is none, or for example when there are no descriptors left.
 #[allow(unsafe_code, reason = "accept4 returns a number")]
-pub fn accept(listener: &OwnedFd) -> nix::Result<OwnedFd> {
+pub(crate) fn accept(listener: &OwnedFd) -> nix::Result<OwnedFd> {
     let fd = accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK)?;
     // SAFETY: the kernel has just opened this descriptor, so nothing else owns it.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
@@ -57,7 +57,7 @@ pub fn accept(listener: &OwnedFd) -> nix::Result<OwnedFd> {
 /// # Errors
 /// EAGAIN when there is no packet, or another one when the connection is broken.
 #[allow(unsafe_code, reason = "recvmsg takes pointers and returns numbers")]
-pub fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> nix::Result<Packet> {
+pub(crate) fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> nix::Result<Packet> {
     let mut part = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
     // SAFETY: both consist of integers and pointers, for which zero is a valid value.
     let (mut header, mut control): (libc::msghdr, Control) = unsafe { mem::zeroed() };
@@ -89,7 +89,7 @@ pub fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> nix::Result<Packet> {
 /// # Errors
 /// If there is no such process, or no descriptor is left.
 #[allow(unsafe_code, reason = "this system call has no safe wrapper")]
-pub fn open_process(pid: i32) -> io::Result<OwnedFd> {
+pub(crate) fn open_process(pid: i32) -> io::Result<OwnedFd> {
     // SAFETY: pidfd_open takes two numbers (the pid and no flags) and accesses no memory of this
     // process.
     let fd = Errno::result(unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) })?;
@@ -102,7 +102,7 @@ pub fn open_process(pid: i32) -> io::Result<OwnedFd> {
 /// # Errors
 /// If the process has ended or belongs to another user.
 #[allow(unsafe_code, reason = "this system call has no safe wrapper")]
-pub fn send_signal(fd: &OwnedFd, signal: Signal) -> io::Result<()> {
+pub(crate) fn send_signal(fd: &OwnedFd, signal: Signal) -> io::Result<()> {
     let information = ptr::null::<libc::siginfo_t>();
     // SAFETY: the descriptor is borrowed, so it stays open across the call. The only pointer is
     // null: the kernel then fills in the siginfo itself, as for `kill`.
@@ -131,7 +131,7 @@ const _: () = assert!(size_of::<PidfdInfo>() == 64);
 /// Asks a pidfd for the wait status of a process that was reaped. `None` if it has not been reaped
 /// or the kernel is older than 6.15.
 #[allow(unsafe_code, reason = "this ioctl has no safe wrapper")]
-pub fn reaped_status(fd: &OwnedFd) -> Option<i32> {
+pub(crate) fn reaped_status(fd: &OwnedFd) -> Option<i32> {
     let mut info = PidfdInfo { mask: PIDFD_INFO_EXIT, ..Default::default() };
     // SAFETY: the request number encodes the size of PidfdInfo, the kernel writes no more than that
     // into `info`, which lives across the call; every bit pattern is a valid PidfdInfo.

@@ -18,7 +18,7 @@ use tracing::warn;
 type Work = Box<dyn FnOnce() + Send>;
 
 /// One thread for each root of incident folders, up to [`MAX_THREADS`].
-pub struct Disk {
+pub(crate) struct Disk {
     roots: BTreeMap<PathBuf, Thread>,
     // Shared by the roots without a thread of their own. There can be as many roots as processes.
     shared: Option<Thread>,
@@ -72,32 +72,32 @@ const STUCK: Duration = Duration::from_secs(1);
 impl Disk {
     /// Starts no thread yet. `done` is called each time a piece of work is done.
     #[must_use]
-    pub fn new(done: impl Fn() + Send + Sync + 'static) -> Self {
+    pub(crate) fn new(done: impl Fn() + Send + Sync + 'static) -> Self {
         Disk { roots: BTreeMap::new(), shared: None, done: Arc::new(done) }
     }
 
     /// Whether any work is unfinished.
     #[must_use]
-    pub fn is_busy(&self) -> bool {
+    pub(crate) fn is_busy(&self) -> bool {
         self.roots.values().chain(&self.shared).any(Thread::is_busy)
     }
 
     /// Runs work in or below a folder in the background, after the work that was submitted for it
     /// before. If no thread can be started, runs it here.
-    pub fn submit(&mut self, root: &Path, work: impl FnOnce() + Send + 'static) {
+    pub(crate) fn submit(&mut self, root: &Path, work: impl FnOnce() + Send + 'static) {
         let done = Arc::clone(&self.done);
         self.run(root, work, move || done());
     }
 
     /// Runs work on an incident folder, after the work that was submitted before for its root.
-    pub fn submit_for(&mut self, folder: PathBuf, work: impl FnOnce(&Path) + Send + 'static) {
+    pub(crate) fn submit_for(&mut self, folder: PathBuf, work: impl FnOnce(&Path) + Send + 'static) {
         let root = folder.parent().unwrap_or(&folder).to_path_buf();
         self.submit(&root, move || work(&folder));
     }
 
     /// Sends a reply about an incident after the work on its folder so far, so that the folder
     /// shows what the reply says. The receiver may be gone.
-    pub fn reply<T: Send + 'static>(&mut self, folder: Option<&Path>, reply: oneshot::Sender<T>, answer: T) {
+    pub(crate) fn reply<T: Send + 'static>(&mut self, folder: Option<&Path>, reply: oneshot::Sender<T>, answer: T) {
         let send = move || drop(reply.send(answer));
         match folder {
             Some(folder) => self.submit_for(folder.into(), move |_| send()),
@@ -124,7 +124,7 @@ impl Disk {
 
     /// Waits until the work that was submitted so far is done, for [`STUCK`] at most. For the time
     /// before and after the event loop runs.
-    pub fn wait(&mut self, root: &Path) {
+    pub(crate) fn wait(&mut self, root: &Path) {
         let (done, wait) = mpsc::channel();
         let then = move || {
             // Nobody waits any more after the timeout.
@@ -137,7 +137,7 @@ impl Disk {
     }
 
     /// Logs roots that do not answer, each once until it answers again.
-    pub fn report_stuck(&mut self) {
+    pub(crate) fn report_stuck(&mut self) {
         let shared = self.shared.iter_mut().map(|thread| ("a folder of incidents".to_string(), thread));
         let threads = self.roots.iter_mut().map(|(root, thread)| (root.display().to_string(), thread)).chain(shared);
         for (name, thread) in threads {

@@ -28,13 +28,13 @@ use crate::{
 
 /// Nanoseconds since the start of a process with this start time (see [`Stat`]).
 #[must_use]
-pub fn age_ns(start: u64) -> u64 {
+pub(crate) fn age_ns(start: u64) -> u64 {
     clock::since_boot_ns().saturating_sub(start.saturating_mul(TICK_NS))
 }
 
 /// CLOCK_MONOTONIC at which a process with this start time (see [`Stat`]) was started.
 #[must_use]
-pub fn started_ns(start: u64, now_ns: u64) -> u64 {
+pub(crate) fn started_ns(start: u64, now_ns: u64) -> u64 {
     now_ns.saturating_sub(age_ns(start))
 }
 
@@ -63,7 +63,7 @@ fn launched_command(pid: i32, source: &Source) -> Option<ProcessId> {
 
 /// Whether a process with this pid and start time runs.
 #[must_use]
-pub fn is_alive((pid, start): ProcessId) -> bool {
+pub(crate) fn is_alive((pid, start): ProcessId) -> bool {
     procfs::stat(pid).is_ok_and(|stat| stat.start_time == start && !stat.is_dead())
 }
 
@@ -87,7 +87,7 @@ const MAX_ANCESTORS: usize = 32;
 
 /// argv without its secrets, joined by spaces, at most [`MOST_COMMAND_BYTES`].
 #[must_use]
-pub fn command(pid: i32) -> String {
+pub(crate) fn command(pid: i32) -> String {
     let bytes = procfs::program_cmdline(pid).unwrap_or_default();
     shortened(&secrets::cmdline(&bytes), MOST_COMMAND_BYTES)
 }
@@ -221,7 +221,7 @@ pub(crate) fn describe(status: i32) -> String {
 
 /// A process of this user that has the environment of a rank and was started under our launcher.
 #[derive(Debug, Clone)]
-pub struct RankProcess {
+pub(crate) struct RankProcess {
     /// Pid.
     pub pid: i32,
     /// Parent.
@@ -241,7 +241,7 @@ pub struct RankProcess {
 impl RankProcess {
     /// The properties that assign it to a job.
     #[must_use]
-    pub fn member(&self, now_ns: u64) -> Member {
+    pub(crate) fn member(&self, now_ns: u64) -> Member {
         Member {
             process: Some((self.pid, self.start)),
             ancestors: self.ancestors.clone(),
@@ -260,14 +260,14 @@ impl RankProcess {
 /// All processes of `uid` that have a rank in their environment and our hook in `LD_PRELOAD` or
 /// mapped.
 #[must_use]
-pub fn scan(uid: u32) -> Vec<RankProcess> {
+pub(crate) fn scan(uid: u32) -> Vec<RankProcess> {
     pids(uid).filter_map(|pid| found(pid, uid)).collect()
 }
 
 /// The processes of `uid` that launchers exec'd: they have the hook and this socket in their
 /// environment, and their parent does not.
 #[must_use]
-pub fn commands(uid: u32, socket: &Path) -> Vec<i32> {
+pub(crate) fn commands(uid: u32, socket: &Path) -> Vec<i32> {
     let launched = |pid: i32| {
         let environ = procfs::environ(pid).ok().filter(|environ| !environ.is_empty())?;
         let source = Source::of_environ(&environ);
@@ -285,7 +285,7 @@ fn pids(uid: u32) -> impl Iterator<Item = i32> {
 
 /// Reads one process; `None` if it does not qualify.
 #[must_use]
-pub fn found(pid: i32, uid: u32) -> Option<RankProcess> {
+pub(crate) fn found(pid: i32, uid: u32) -> Option<RankProcess> {
     let environ = procfs::environ(pid).ok().filter(|environ| !environ.is_empty())?;
     let source = Source::of_environ(&environ);
     let mut info = source.rank_info();
@@ -331,20 +331,20 @@ fn hydra(pid: i32) -> Option<String> {
 
 /// Name of this machine.
 #[must_use]
-pub fn host_name() -> String {
+pub(crate) fn host_name() -> String {
     fs::read_to_string("/proc/sys/kernel/hostname").map(|name| name.trim().to_string()).unwrap_or_default()
 }
 
 /// Identity of the place of a collector: machine, container and socket. A collector that is
 /// restarted there has the same value.
-pub fn home(socket: &Path) -> String {
+pub(crate) fn home(socket: &Path) -> String {
     let namespace = fs::read_link("/proc/self/ns/pid").map(|link| link.display().to_string()).unwrap_or_default();
     format!("{} {namespace} {}", procfs::boot_id(), socket.display())
 }
 
 /// An unguessable value that is unique to this process.
 #[must_use]
-pub fn random_id() -> String {
+pub(crate) fn random_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/uuid").map(|id| id.trim().to_string()).unwrap_or_default()
 }
 

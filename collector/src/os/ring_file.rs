@@ -125,7 +125,7 @@ fn name_kernels(record: &mut FlightRecord) {
 
 /// The name of a kernel, demangled and cut if it is long.
 #[must_use]
-pub fn kernel_name(name: &str) -> String {
+pub(crate) fn kernel_name(name: &str) -> String {
     if name.starts_with('_') { readable(name) } else { name.to_owned() }
 }
 

@@ -16,7 +16,7 @@ use crate::error::Error;
 ///
 /// # Errors
 /// If it is a link, belongs to another user, or is writable for others.
-pub fn private_directory(path: &Path) -> Result<(), Error> {
+pub(crate) fn private_directory(path: &Path) -> Result<(), Error> {
     match fs::DirBuilder::new().mode(0o700).create(path) {
         Ok(()) => {}
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -43,7 +43,7 @@ pub fn private_directory(path: &Path) -> Result<(), Error> {
 ///
 /// # Errors
 /// If there is such a link or folder, or the folder cannot be made.
-pub fn create_directories(path: &Path) -> Result<(), Error> {
+pub(crate) fn create_directories(path: &Path) -> Result<(), Error> {
     let own = getuid().as_raw();
     let mut prefix = PathBuf::new();
     let mut is_shared = false;

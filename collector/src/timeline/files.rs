@@ -24,7 +24,7 @@ use crate::{
 /// What is kept of one rank, ready to be written by another thread. The recorder of operations and
 /// the sampler of stacks do not depend on each other.
 #[derive(Debug, Clone)]
-pub struct RankTimeline {
+pub(crate) struct RankTimeline {
     /// Its operations; `None` if they are not recorded.
     pub operations: Option<RankOperations>,
     /// The stacks of its main thread; `None` if there are none.
@@ -33,7 +33,7 @@ pub struct RankTimeline {
 
 /// The operations of one rank.
 #[derive(Debug, Clone)]
-pub struct RankOperations {
+pub(crate) struct RankOperations {
     /// The rank.
     pub info: RankInfo,
     /// Its operations.
@@ -51,7 +51,7 @@ pub struct RankOperations {
 impl RankOperations {
     /// Name of the file.
     #[must_use]
-    pub fn name(&self) -> String {
+    pub(crate) fn name(&self) -> String {
         timeline::file_name(self.info.rank.max(0).unsigned_abs(), self.info.world_size)
     }
 
@@ -59,7 +59,7 @@ impl RankOperations {
     ///
     /// # Errors
     /// Those of `out`.
-    pub fn write(&self, mut out: &mut dyn Write) -> io::Result<u64> {
+    pub(crate) fn write(&self, mut out: &mut dyn Write) -> io::Result<u64> {
         timeline::write(&mut out, Part::Head(self.head()))?;
         let mut operations = 0;
         for block in &self.window.blocks {
@@ -115,7 +115,7 @@ fn ended_since(block: &Block, from_ns: u64) -> io::Result<BlockBuilder> {
 }
 
 /// Sends the files of some ranks in chunks, until `send` returns false. The last chunk has no name.
-pub fn send_all(ranks: &[RankTimeline], send: &mut dyn FnMut(TimelineFile) -> bool) {
+pub(crate) fn send_all(ranks: &[RankTimeline], send: &mut dyn FnMut(TimelineFile) -> bool) {
     if ranks.iter().all(|rank| rank.operations.is_none()) {
         let problem = "nothing is recorded of these ranks (XPU_TIMER_TIMELINE_SECONDS)".into();
         // If nobody receives, the next one fails, too.
@@ -143,7 +143,7 @@ fn send_operations_of_rank(rank: &RankOperations, send: &mut dyn FnMut(TimelineF
 }
 
 /// Sends recorded stacks in chunks, until `send` returns false. The last chunk has no name.
-pub fn send_samples(ranks: &[StackSamples], send: &mut dyn FnMut(TimelineFile) -> bool) {
+pub(crate) fn send_samples(ranks: &[StackSamples], send: &mut dyn FnMut(TimelineFile) -> bool) {
     if ranks.is_empty() {
         let problem = "no process of these ranks is on this node, so nothing is recorded".into();
         send(TimelineFile { problem, ..Default::default() });

@@ -21,13 +21,13 @@ use crate::{
 };
 
 /// Prefix of the folders.
-pub const PREFIX: &str = "timeline-";
+pub(crate) const PREFIX: &str = "timeline-";
 /// Prefix of the name while files are written.
-pub const UNFINISHED: &str = ".new-timeline-";
+pub(crate) const UNFINISHED: &str = ".new-timeline-";
 
 /// What was written.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Written {
+pub(crate) struct Written {
     /// The folder.
     pub path: PathBuf,
     /// Number of files.
@@ -44,7 +44,7 @@ pub struct Written {
 ///
 /// # Errors
 /// If the folder or a file cannot be written. Then nothing remains.
-pub fn write(root: &Path, chunks: impl Iterator<Item = TimelineFile>) -> Result<Written, Error> {
+pub(crate) fn write(root: &Path, chunks: impl Iterator<Item = TimelineFile>) -> Result<Written, Error> {
     create_directories(root)?;
     let now = Now::get();
     let name = format!("{}-{:08x}", clock::compact(now.unix_ns), now.unix_ns % 1_000_000_000);

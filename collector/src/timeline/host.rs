@@ -21,7 +21,7 @@ const KEPT: Duration = Duration::from_secs(60);
 
 /// Samples the stacks of the ranks of this node.
 #[derive(Default)]
-pub struct HostSampler {
+pub(crate) struct HostSampler {
     recorder: StackRecorder,
     /// How the light samples are taken; `None` for not at all.
     light: Option<RecordOptions>,
@@ -47,7 +47,7 @@ struct Requested {
 impl HostSampler {
     /// Takes so many light samples a second of each rank.
     #[must_use]
-    pub fn new(samples_per_second: u32) -> Self {
+    pub(crate) fn new(samples_per_second: u32) -> Self {
         let light = (samples_per_second > 0).then(|| RecordOptions {
             period: Duration::from_secs(1) / samples_per_second,
             threads: Threads::Main,
@@ -60,7 +60,7 @@ impl HostSampler {
 
     /// Follows the ranks that have started and ended. The samples of an ended rank stay as long as
     /// the registry knows it: an incident may be about its end.
-    pub fn turn<'a>(&mut self, ranks: impl Iterator<Item = RankView<'a>>, now: Now) {
+    pub(crate) fn turn<'a>(&mut self, ranks: impl Iterator<Item = RankView<'a>>, now: Now) {
         for requested in &mut self.requested {
             if now.mono_ns >= requested.until_ns {
                 requested.ranks.iter_mut().for_each(|(_, recording)| recording.request_stop());
@@ -83,13 +83,13 @@ impl HostSampler {
 
     /// The light samples of a rank since a time; `None` if there are none.
     #[must_use]
-    pub fn samples(&self, id: RankId, info: &RankInfo, from_ns: u64, clock: &[Now]) -> Option<StackSamples> {
+    pub(crate) fn samples(&self, id: RankId, info: &RankInfo, from_ns: u64, clock: &[Now]) -> Option<StackSamples> {
         let samples = self.ranks.get(&id)?.recording.samples(from_ns);
         (!samples.threads.is_empty()).then(|| complete(samples, info, clock))
     }
 
     /// Begins a recording of ranks of a job.
-    pub fn record<'a>(
+    pub(crate) fn record<'a>(
         &mut self,
         job: &JobKey,
         ranks: impl Iterator<Item = RankView<'a>>,
@@ -110,7 +110,7 @@ impl HostSampler {
     }
 
     /// The samples of the last such recording of a job.
-    pub fn recorded(&mut self, job: &JobKey, wanted: WantedRecording, now: Now) -> Vec<StackSamples> {
+    pub(crate) fn recorded(&mut self, job: &JobKey, wanted: WantedRecording, now: Now) -> Vec<StackSamples> {
         let is_it = |one: &&Requested| one.job == *job && one.wanted == wanted;
         let Some(requested) = self.requested.iter().rev().find(is_it) else { return Vec::new() };
         let clock = [requested.begun, now];

@@ -53,7 +53,7 @@ pub struct Request {
 
 /// The files of one rank.
 #[derive(Debug, PartialEq)]
-pub struct Files {
+pub(crate) struct Files {
     /// Their folder.
     pub folder: PathBuf,
     /// Their common part: `RRRRR-WWWWW`.
@@ -68,7 +68,7 @@ pub struct Files {
 
 /// The state of the recording.
 #[derive(Debug)]
-pub struct Recording {
+pub(crate) struct Recording {
     settings: TimelineSettings,
     state: State,
     finished: Vec<Files>,
@@ -98,20 +98,20 @@ struct RankTraces {
 impl Recording {
     /// Nothing is recorded yet.
     #[must_use]
-    pub fn new(settings: TimelineSettings) -> Self {
+    pub(crate) fn new(settings: TimelineSettings) -> Self {
         Recording { settings, state: State::Idle, finished: Vec::new() }
     }
 
     /// Whether operations are awaited.
     #[must_use]
-    pub fn is_active(&self) -> bool {
+    pub(crate) fn is_active(&self) -> bool {
         !matches!(self.state, State::Idle)
     }
 
     /// The kinds of detail ([`detail`]) without which some of the awaited operations are not
     /// recorded; 0 if none is needed now. The original tool records all kinds at any time.
     #[must_use]
-    pub fn detail(&self, now: Now) -> u8 {
+    pub(crate) fn detail(&self, now: Now) -> u8 {
         let State::Recording(request, _) = &self.state else { return 0 };
         if request.since_unix_ns > now.unix_ns.saturating_add(LEAD_NS) {
             return 0;
@@ -121,7 +121,7 @@ impl Recording {
     }
 
     /// Begins a recording of these ranks. Returns the original tool's message.
-    pub fn start(&mut self, request: Request, ranks: impl Iterator<Item = RankId>) -> &'static str {
+    pub(crate) fn start(&mut self, request: Request, ranks: impl Iterator<Item = RankId>) -> &'static str {
         match &self.state {
             State::Resetting => return "Resetting status, ignore",
             _ if request.reset => {
@@ -139,7 +139,7 @@ impl Recording {
     }
 
     /// Adds completed operations of a rank. `known` are its communicators and stacks.
-    pub fn add(
+    pub(crate) fn add(
         &mut self,
         id: RankId,
         info: &RankInfo,
@@ -170,7 +170,7 @@ impl Recording {
     }
 
     /// Adds calls of traced functions of a rank, as many as operations at most.
-    pub fn add_calls(&mut self, id: RankId, calls: &[Operation], now: Now) {
+    pub(crate) fn add_calls(&mut self, id: RankId, calls: &[Operation], now: Now) {
         let State::Recording(request, ranks) = &mut self.state else { return };
         let Some(recorded) = ranks.get_mut(&id).filter(|recorded| !recorded.is_finished) else { return };
         let unix_ns = |mono_ns: u64| now.unix_ns.wrapping_add(mono_ns.wrapping_sub(now.mono_ns));
@@ -193,7 +193,7 @@ impl Recording {
     }
 
     /// There are no more operations of a rank. `known` are its communicators and stacks.
-    pub fn end(
+    pub(crate) fn end(
         &mut self,
         id: RankId,
         info: &RankInfo,
@@ -208,7 +208,7 @@ impl Recording {
     }
 
     /// The files that can be written. `is_here` tells which ranks may still complete operations.
-    pub fn turn(&mut self, is_here: impl Fn(RankId) -> bool) -> Vec<Files> {
+    pub(crate) fn turn(&mut self, is_here: impl Fn(RankId) -> bool) -> Vec<Files> {
         match &self.state {
             State::Recording(_, ranks) if ranks.iter().all(|(id, one)| one.is_finished || !is_here(*id)) => {
                 self.state = State::Idle;
@@ -265,7 +265,7 @@ impl RankTraces {
 impl Files {
     /// Names and contents of the files.
     #[must_use]
-    pub fn contents(&self) -> Vec<(String, Vec<u8>)> {
+    pub(crate) fn contents(&self) -> Vec<(String, Vec<u8>)> {
         let name = |extension: &str| format!("{}.{extension}", self.name);
         let names = self.names.as_ref().map(|names| (name("timeline.meta"), names.clone().into_bytes()));
         let stacks = self.stacks.as_ref().map(|stacks| (name("tracing_kernel_callstack"), stacks.encode_to_vec()));
@@ -276,7 +276,7 @@ impl Files {
 
 /// Whether a folder is one of `roots` or below one, by its name.
 #[must_use]
-pub fn is_inside<'a>(path: &Path, mut roots: impl Iterator<Item = &'a PathBuf>) -> bool {
+pub(crate) fn is_inside<'a>(path: &Path, mut roots: impl Iterator<Item = &'a PathBuf>) -> bool {
     use std::path::Component::{Normal, RootDir};
     path.is_absolute()
         && path.components().all(|part| matches!(part, Normal(_) | RootDir))
@@ -285,7 +285,7 @@ pub fn is_inside<'a>(path: &Path, mut roots: impl Iterator<Item = &'a PathBuf>) 
 
 /// The kinds of a request, for its log line.
 #[must_use]
-pub fn kinds_text(kinds: u32) -> String {
+pub(crate) fn kinds_text(kinds: u32) -> String {
     let names = [(MATMUL, "matrix products"), (COLLECTIVE, "collectives"), (MEMORY, "memory")];
     let wanted: BTreeSet<&str> =
         names.into_iter().filter(|(bit, _)| kinds == 0 || kinds & (1 << bit) != 0).map(|(_, name)| name).collect();

@@ -17,7 +17,7 @@ use xpu_timer_proto::{
 
 /// Complete stacks, and their distinct frames.
 #[derive(Debug, Clone, Default, PartialEq)]
-pub struct Stacks {
+pub(crate) struct Stacks {
     /// In the order in which they were completed.
     pub stacks: Vec<LaunchStack>,
     /// What their indices refer to.
@@ -26,7 +26,7 @@ pub struct Stacks {
 
 /// What is known of the stacks of one rank.
 #[derive(Debug, Default)]
-pub struct LaunchStacks {
+pub(crate) struct LaunchStacks {
     /// Number of entries of the ring that were read.
     pub read: usize,
     /// Stacks whose frames must be named.
@@ -45,14 +45,14 @@ struct Open {
 
 impl LaunchStacks {
     /// Adds what was read from the ring.
-    pub fn add(&mut self, stacks: Vec<RawStack>) {
+    pub(crate) fn add(&mut self, stacks: Vec<RawStack>) {
         self.read += stacks.len();
         self.open.extend(stacks.iter().map(|stack| (stack.ticket, Open::default())));
         self.unnamed.extend(stacks);
     }
 
     /// Adds completed operations. Those that were read together with a stack come after it.
-    pub fn see(&mut self, operations: &[Operation]) {
+    pub(crate) fn see(&mut self, operations: &[Operation]) {
         if self.open.is_empty() {
             return;
         }
@@ -65,17 +65,17 @@ impl LaunchStacks {
     }
 
     /// Takes the stacks whose frames must be named.
-    pub fn take_unnamed(&mut self) -> Vec<RawStack> {
+    pub(crate) fn take_unnamed(&mut self) -> Vec<RawStack> {
         std::mem::take(&mut self.unnamed)
     }
 
     /// Takes back what could not be named now.
-    pub fn give_back(&mut self, unnamed: Vec<RawStack>) {
+    pub(crate) fn give_back(&mut self, unnamed: Vec<RawStack>) {
         self.unnamed.extend(unnamed);
     }
 
     /// Adds a stack with names.
-    pub fn name(&mut self, stack: NamedStack) {
+    pub(crate) fn name(&mut self, stack: NamedStack) {
         if let Some(open) = self.open.get_mut(&stack.ticket) {
             open.frames = Some(stack.frames);
             self.close(stack.ticket);
@@ -84,7 +84,7 @@ impl LaunchStacks {
 
     /// The complete stacks.
     #[must_use]
-    pub fn complete(&self) -> &Arc<Stacks> {
+    pub(crate) fn complete(&self) -> &Arc<Stacks> {
         &self.complete
     }
 
@@ -109,7 +109,11 @@ impl Stacks {
     /// The file of the original tool, with the names that `name` gives the operations. `None` if no
     /// operation has one.
     #[must_use]
-    pub fn of_original(&self, rank: i32, name: impl Fn(&Operation) -> Option<String>) -> Option<PythonStackInTimeline> {
+    pub(crate) fn of_original(
+        &self,
+        rank: i32,
+        name: impl Fn(&Operation) -> Option<String>,
+    ) -> Option<PythonStackInTimeline> {
         let mut named: BTreeMap<String, PySpyFrameList> = BTreeMap::new();
         for stack in &self.stacks {
             let Some(name) = stack.operation.as_ref().and_then(&name) else { continue };

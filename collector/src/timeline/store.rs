@@ -30,7 +30,7 @@ const CLOCK_INTERVAL_NS: u64 = 10_000_000_000;
 
 /// An encoded block of operations.
 #[derive(Debug, Clone)]
-pub struct Block {
+pub(crate) struct Block {
     /// A length and a `TimelineChunk`, as in a file.
     pub bytes: Arc<[u8]>,
     /// Number of operations.
@@ -63,7 +63,7 @@ struct Recorded {
 
 /// The recorded operations of a rank in a window.
 #[derive(Debug, Clone, Default)]
-pub struct Window {
+pub(crate) struct Window {
     /// Its blocks, oldest first. The first ones may also have operations before the window.
     pub blocks: Vec<Block>,
     /// The window that they cover. It is shorter than the wanted one if operations have left.
@@ -80,7 +80,7 @@ pub struct Window {
 
 /// The operations of all ranks.
 #[derive(Debug)]
-pub struct Store {
+pub(crate) struct Store {
     window_ns: u64,
     limit_bytes: usize,
     bytes: usize,
@@ -91,24 +91,24 @@ pub struct Store {
 impl Store {
     /// Keeps operations for `window_ns`, in at most `limit_bytes`.
     #[must_use]
-    pub fn new(window_ns: u64, limit_bytes: usize) -> Self {
+    pub(crate) fn new(window_ns: u64, limit_bytes: usize) -> Self {
         Store { window_ns, limit_bytes, bytes: 0, ranks: BTreeMap::new(), clock: VecDeque::new() }
     }
 
     /// Whether it keeps anything.
     #[must_use]
-    pub fn is_on(&self) -> bool {
+    pub(crate) fn is_on(&self) -> bool {
         self.window_ns > 0
     }
 
     /// Memory in use, in bytes.
     #[must_use]
-    pub fn bytes(&self) -> usize {
+    pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
 
     /// Adds completed operations of a rank, in the order in which they were read.
-    pub fn add(&mut self, id: RankId, job: &JobKey, operations: &[Operation]) {
+    pub(crate) fn add(&mut self, id: RankId, job: &JobKey, operations: &[Operation]) {
         if !self.is_on() || operations.is_empty() {
             return;
         }
@@ -120,7 +120,7 @@ impl Store {
     /// Adds calls of traced functions. They do not move the window: in a hang, they may go on. When
     /// they do and need much memory, they are not kept, so that the operations before the hang
     /// stay.
-    pub fn add_calls(&mut self, id: RankId, job: &JobKey, calls: &[Operation]) {
+    pub(crate) fn add_calls(&mut self, id: RankId, job: &JobKey, calls: &[Operation]) {
         if !self.is_on() || calls.is_empty() {
             return;
         }
@@ -156,14 +156,14 @@ impl Store {
     }
 
     /// Notes that operations of a rank were missed.
-    pub fn add_lost(&mut self, id: RankId, count: u64, now_ns: u64) {
+    pub(crate) fn add_lost(&mut self, id: RankId, count: u64, now_ns: u64) {
         if self.is_on() && count > 0 {
             self.ranks.entry(id).or_default().lost.push_back((now_ns, count));
         }
     }
 
     /// Notes that the operations of a rank that ended before `first_ns` are not known.
-    pub fn set_begin(&mut self, id: RankId, first_ns: u64) {
+    pub(crate) fn set_begin(&mut self, id: RankId, first_ns: u64) {
         if self.is_on() {
             let rank = self.ranks.entry(id).or_default();
             rank.gone_until_ns = rank.gone_until_ns.max(first_ns.saturating_sub(1));
@@ -171,21 +171,21 @@ impl Store {
     }
 
     /// Keeps the communicators of a rank, for the time after its ring is gone.
-    pub fn set_communicators(&mut self, id: RankId, communicators: Arc<[Communicator]>) {
+    pub(crate) fn set_communicators(&mut self, id: RankId, communicators: Arc<[Communicator]>) {
         if self.is_on() {
             self.ranks.entry(id).or_default().communicators = communicators;
         }
     }
 
     /// Keeps the Python stacks of a rank's launches.
-    pub fn set_stacks(&mut self, id: RankId, stacks: &Arc<Stacks>) {
+    pub(crate) fn set_stacks(&mut self, id: RankId, stacks: &Arc<Stacks>) {
         if self.is_on() && !stacks.stacks.is_empty() {
             self.ranks.entry(id).or_default().stacks = Arc::clone(stacks);
         }
     }
 
     /// Adds a reading of the device memory of a rank.
-    pub fn add_memory(&mut self, id: RankId, reading: MemoryReading) {
+    pub(crate) fn add_memory(&mut self, id: RankId, reading: MemoryReading) {
         if self.is_on() {
             self.ranks.entry(id).or_default().memory.push_back(reading);
         }
@@ -193,7 +193,7 @@ impl Store {
 
     /// Keeps a reading of the clocks if it is time, and removes what has left the window of its job
     /// and ranks that `exists` does not know.
-    pub fn turn(&mut self, now: Now, exists: impl Fn(RankId) -> bool) {
+    pub(crate) fn turn(&mut self, now: Now, exists: impl Fn(RankId) -> bool) {
         if !self.is_on() {
             return;
         }
@@ -231,19 +231,19 @@ impl Store {
 
     /// The readings of the clocks around a window, oldest first.
     #[must_use]
-    pub fn clock(&self, from_ns: u64) -> Vec<Now> {
+    pub(crate) fn clock(&self, from_ns: u64) -> Vec<Now> {
         let later = self.clock.iter().position(|reading| reading.mono_ns > from_ns).unwrap_or(self.clock.len());
         self.clock.iter().skip(later.saturating_sub(1)).copied().collect()
     }
 
     /// When the newest operation of these ranks ended; 0 for none.
     #[must_use]
-    pub fn newest_ns(&self, ranks: impl Iterator<Item = RankId>) -> u64 {
+    pub(crate) fn newest_ns(&self, ranks: impl Iterator<Item = RankId>) -> u64 {
         ranks.filter_map(|id| self.ranks.get(&id)).map(Recorded::newest_ns).max().unwrap_or(0)
     }
 
     /// The operations of a rank that ended at or after a time.
-    pub fn window(&mut self, id: RankId, from_ns: u64) -> Window {
+    pub(crate) fn window(&mut self, id: RankId, from_ns: u64) -> Window {
         let Some(rank) = self.ranks.get_mut(&id) else { return Window { from_ns, ..Window::default() } };
         rank.seal(&mut self.bytes);
         Window {
@@ -335,7 +335,7 @@ impl Recorded {
 
 /// When an operation ended. A failed one may have no end.
 #[must_use]
-pub fn end_ns(operation: &Operation) -> u64 {
+pub(crate) fn end_ns(operation: &Operation) -> u64 {
     match operation.completed_ns {
         0 => operation.started_ns.max(operation.returned_ns).max(operation.entered_ns),
         completed_ns => completed_ns,

@@ -29,7 +29,7 @@ use xpu_timer_proto::file;
 ///
 /// # Errors
 /// Those of [`file::read`], or that the file system does not answer.
-pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     in_child(|| file::read(path))
 }
 
@@ -37,7 +37,7 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
 ///
 /// # Errors
 /// The file system does not answer.
-pub fn answers(path: &Path) -> io::Result<()> {
+pub(crate) fn answers(path: &Path) -> io::Result<()> {
     in_child(|| {
         // The file's beginning is read too, because the kernel may have cached the metadata.
         if let Ok(mut file) = file::open(path) {
@@ -54,7 +54,7 @@ pub fn answers(path: &Path) -> io::Result<()> {
 ///
 /// # Errors
 /// What it is otherwise.
-pub fn is_file(path: &Path) -> io::Result<()> {
+pub(crate) fn is_file(path: &Path) -> io::Result<()> {
     in_child(|| file::open(path)?.read(&mut [0]).map(|_| Vec::new())).map(|_| ())
 }
 
@@ -116,7 +116,7 @@ fn close_all_but(keep: i32) {
 }
 
 /// Reads a pipe until it is closed, and returns whether that was in time.
-pub fn read_to_end_within(mut pipe: File, patience: Duration) -> (Vec<u8>, bool) {
+pub(crate) fn read_to_end_within(mut pipe: File, patience: Duration) -> (Vec<u8>, bool) {
     let until = Instant::now() + patience;
     let (mut bytes, mut piece) = (Vec::new(), [0; 4096]);
     loop {

@@ -24,11 +24,11 @@ pub(crate) const NOT_EXECUTABLE: u8 = 126;
 pub(crate) const NOT_FOUND: u8 = 127;
 
 /// One line of usage of `xpu_timer_launch`.
-pub const LAUNCH_USAGE: &str = "usage: xpu_timer_launch [--help | --version] [--] command [argument ...]";
+pub(crate) const LAUNCH_USAGE: &str = "usage: xpu_timer_launch [--help | --version] [--] command [argument ...]";
 
 /// A parsed command line of `xpu_timer_launch`.
 #[derive(Debug, PartialEq, Eq)]
-pub enum LaunchRequest {
+pub(crate) enum LaunchRequest {
     /// `--help`.
     Help,
     /// `--version`.
@@ -40,7 +40,7 @@ pub enum LaunchRequest {
 }
 
 /// Parses the arguments of `xpu_timer_launch`.
-pub fn parse_launch(arguments: Vec<OsString>) -> LaunchRequest {
+pub(crate) fn parse_launch(arguments: Vec<OsString>) -> LaunchRequest {
     launch_request(arguments).unwrap_or_else(|error| LaunchRequest::Wrong(error.to_string()))
 }
 
@@ -65,7 +65,7 @@ const MEANING: usize = 41;
 const UNBROKEN: char = '\u{1}';
 
 /// The text of `xpu_timer_launch --help`.
-pub fn launch_help() -> String {
+pub(crate) fn launch_help() -> String {
     let mut text = format!(
         "\
 Runs a command, such as `python train.py` or `torchrun …`, and explains each hang of its GPU ranks.
@@ -100,11 +100,11 @@ Environment:
 }
 
 /// One line of usage of `xpu_timer_print_env`.
-pub const PRINT_ENV_USAGE: &str =
+pub(crate) const PRINT_ENV_USAGE: &str =
     "usage: xpu_timer_print_env [--json] [--pid N | --library FILE | [--] program [argument ...]] | --help | --version";
 
 /// The text of `xpu_timer_print_env --help`.
-pub const PRINT_ENV_HELP: &str = "\
+pub(crate) const PRINT_ENV_HELP: &str = "\
 Shows the settings in force, where the parts of xpu_timer are, and which functions are hooked.
 
 usage: xpu_timer_print_env [--json] [--pid N | --library FILE | [--] program [argument ...]]
@@ -124,7 +124,7 @@ that cannot be hooked; 2 for wrong usage.
 
 /// A parsed command line of `xpu_timer_print_env`.
 #[derive(Debug, PartialEq, Eq)]
-pub enum PrintEnvRequest {
+pub(crate) enum PrintEnvRequest {
     /// `--help`.
     Help,
     /// `--version`.
@@ -149,7 +149,7 @@ pub enum PrintEnvRequest {
 
 /// The subject of a report.
 #[derive(Debug, PartialEq, Eq)]
-pub enum ReportSubject {
+pub(crate) enum ReportSubject {
     /// This shell's settings.
     Here,
     /// A process.
@@ -159,7 +159,7 @@ pub enum ReportSubject {
 }
 
 /// Parses the arguments of `xpu_timer_print_env`.
-pub fn parse_print_env(arguments: Vec<OsString>) -> PrintEnvRequest {
+pub(crate) fn parse_print_env(arguments: Vec<OsString>) -> PrintEnvRequest {
     print_env_request(arguments).unwrap_or_else(|error| PrintEnvRequest::Wrong(error.to_string()))
 }
 

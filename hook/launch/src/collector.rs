@@ -50,7 +50,7 @@ const LOG_START_BYTES: u64 = 64 << 10;
 
 /// A node collector that answers.
 #[derive(Debug)]
-pub struct RunningCollector {
+pub(crate) struct RunningCollector {
     /// Its process id; 0 if it is in another PID namespace.
     pub pid: i32,
     /// What it cannot do if it was just started; a line.
@@ -59,14 +59,14 @@ pub struct RunningCollector {
 
 /// The job's settings for which the collector of its socket has other values, and that require
 /// another collector.
-pub fn differing_settings(config: &Config) -> Vec<&'static str> {
+pub(crate) fn differing_settings(config: &Config) -> Vec<&'static str> {
     let file = std::fs::read_to_string(place::settings_file(&config.socket)).unwrap_or_default();
     place::unlike(&config.wanted, &file)
 }
 
 /// The job's settings that have no effect because the collector of its socket keeps its own values;
 /// a line.
-pub fn overruled(config: &Config) -> Option<String> {
+pub(crate) fn overruled(config: &Config) -> Option<String> {
     let file = std::fs::read_to_string(place::settings_file(&config.socket)).unwrap_or_default();
     let names = place::overruled(&config.wanted, &file);
     let message = || {
@@ -78,11 +78,11 @@ pub fn overruled(config: &Config) -> Option<String> {
 /// The configuration of the job with its own collector.
 ///
 /// # Errors
-/// The path of its socket would be too long; the error is text.
-pub fn with_own_collector(config: &Config) -> Result<Config, String> {
+/// The path of its socket would be too long.
+pub(crate) fn with_own_collector(config: &Config) -> Result<Config> {
     let socket = place::beside(&config.socket, &config.wanted);
     if socket.as_os_str().len() > place::MAX_PATH_BYTES {
-        return Err(format!("{} has more than {} bytes", socket.display(), place::MAX_PATH_BYTES));
+        bail!("{} has more than {} bytes", socket.display(), place::MAX_PATH_BYTES);
     }
     Ok(Config { socket, ..config.clone() })
 }
@@ -92,7 +92,7 @@ pub fn with_own_collector(config: &Config) -> Result<Config, String> {
 ///
 /// # Errors
 /// Why none answers, with the location of its log.
-pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<RunningCollector> {
+pub(crate) fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<RunningCollector> {
     match handshake(&config.socket, ANSWER_DEADLINE) {
         Ok(pid) => return Ok(RunningCollector { pid, remark: None }),
         Err(NoAnswer::Absent) => {}
@@ -124,14 +124,14 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<RunningCo
         }
         if begun.elapsed() >= deadline {
             let what = if ended { "ended at once" } else { "does not answer" };
-            let said = spoken
+            let last_line = spoken
                 .as_mut()
                 .ok()
                 .filter(|_| ended)
                 .and_then(last_log_line)
                 .map(|line| format!(", saying \"{line}\""));
-            let said = said.unwrap_or_default();
-            bail!("{} {what}{said} ({}: {why}); its log: {log_path}", program.display(), config.socket.display());
+            let last_line = last_line.unwrap_or_default();
+            bail!("{} {what}{last_line} ({}: {why}); its log: {log_path}", program.display(), config.socket.display());
         }
         child.wait(POLL_INTERVAL, ended);
     }
@@ -140,14 +140,14 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<RunningCo
 /// The process id of the node collector that answers.
 ///
 /// # Errors
-/// Why none answers, as text.
-pub fn answers(socket: &Path) -> Result<i32, String> {
-    handshake(socket, ANSWER_DEADLINE).map_err(|why| why.to_string())
+/// Why none answers.
+pub(crate) fn answers(socket: &Path) -> Result<i32, NoAnswer> {
+    handshake(socket, ANSWER_DEADLINE)
 }
 
 /// Why no collector answers.
 #[derive(Debug)]
-enum NoAnswer {
+pub(crate) enum NoAnswer {
     /// No process listens.
     Absent,
     /// A process listens, but it is not a collector that we can use.
@@ -218,7 +218,7 @@ fn welcome(connection: &OwnedFd, patience: Duration) -> Result<(), NoAnswer> {
 ///
 /// # Errors
 /// It does not exist.
-pub fn find(config: &Config) -> Result<PathBuf> {
+pub(crate) fn find(config: &Config) -> Result<PathBuf> {
     const FILE: &str = "xpu_timer_collector";
     if let Some(daemon) = &config.daemon {
         // The collector starts in the root folder, so a relative path would be wrong.
@@ -364,8 +364,8 @@ mod tests {
         let new = "2026-11-22T09:50:37.1Z ERROR xpu_timer_collector::node: there is no control endpoint: port 1 is taken\n\
                    2026-11-22T09:50:37.1Z  INFO xpu_timer_collector::node: listening on /x as pid 1\n";
         std::fs::write(&path, format!("{old}{warned}{new}")).unwrap();
-        let said = problems(File::open(&path).unwrap(), old.len() as u64);
-        assert_eq!(said.unwrap(), "the node collector works, but there is no control endpoint: port 1 is taken");
+        let problems = problems(File::open(&path).unwrap(), old.len() as u64);
+        assert_eq!(problems.unwrap(), "the node collector works, but there is no control endpoint: port 1 is taken");
     }
 
     #[test]

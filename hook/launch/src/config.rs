@@ -44,11 +44,11 @@ const LIBRARIES: [&str; 3] = ["XPU_TIMER_NCCL_LIB_PATH", "XPU_TIMER_CUBLAS_LIB_P
 const MOST_HANDED_OVER: usize = 32 << 10;
 
 /// Name of the collector's log.
-pub const LOG_FILE: &str = "xpu_timer_collector.log";
+pub(crate) const LOG_FILE: &str = "xpu_timer_collector.log";
 
 /// The settings of the launcher.
 #[derive(Debug, Clone)]
-pub struct Config {
+pub(crate) struct Config {
     /// Run the command without the tool.
     pub disabled: bool,
     /// The node collector's socket.
@@ -84,7 +84,7 @@ pub struct Config {
 impl Config {
     /// Reads the environment of this process. The collector and the hook report invalid values in
     /// their logs.
-    pub fn read() -> Self {
+    pub(crate) fn read() -> Self {
         // A value from a launcher above this one may be outdated.
         let environment = |name: &str| if name == HANDED_OVER { None } else { own_variable(name) };
         let source = Source::with_ini(environment, |path| bounded_io::read(Path::new(path)));
@@ -139,7 +139,7 @@ impl Config {
     }
 
     /// The settings of a process of the user `uid`.
-    pub fn of(source: &Source, uid: u32) -> Self {
+    pub(crate) fn of(source: &Source, uid: u32) -> Self {
         let answers = |folder: &Path| bounded_io::answers(folder).err().map(|error| error.to_string());
         let refuses = |folder: &Path| {
             let there = if folder.exists() { folder } else { folder.parent()? };
@@ -205,7 +205,7 @@ fn absolute(path: PathBuf) -> PathBuf {
 }
 
 /// The problem with the folder of `XPU_TIMER_TIMELINE_PATH`, and that the fallback is used.
-pub fn timeline_remark([wanted, fallback]: &[PathBuf; 2]) -> Option<String> {
+pub(crate) fn timeline_remark([wanted, fallback]: &[PathBuf; 2]) -> Option<String> {
     let error = match bounded_io::answers(wanted) {
         Ok(()) => problem(wanted)?.desc().to_string(),
         Err(error) => error.to_string(),
@@ -308,8 +308,11 @@ mod tests {
         fs::write(&file, "").unwrap();
         let of = |path: PathBuf| timeline_remark(&[path, "/other/timeline".into()]);
         assert_eq!((of(folder.path().into()), of(folder.path().join("a/b"))), (None, None));
-        let said = of(file.join("timeline")).unwrap();
-        assert!(said.contains("(Not a directory)") && said.ends_with("incidents will be in /other/timeline"), "{said}");
+        let problem = of(file.join("timeline")).unwrap();
+        assert!(
+            problem.contains("(Not a directory)") && problem.ends_with("incidents will be in /other/timeline"),
+            "{problem}"
+        );
         let long = of(folder.path().join("x".repeat(300)).join("timeline")).unwrap();
         assert!(long.contains("(File name too long)"), "{long}");
     }

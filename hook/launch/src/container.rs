@@ -50,7 +50,7 @@ const VALUED: [&str; 8] = ["-u", "-g", "-h", "-p", "-C", "-D", "-f", "-o"];
 
 /// A command that starts another command elsewhere.
 #[derive(Debug, PartialEq, Eq)]
-pub struct RemoteCommand {
+pub(crate) struct RemoteCommand {
     /// Where to put the launcher instead; a line.
     pub advice: String,
     /// Whether the hook's path would be an error there.
@@ -58,7 +58,7 @@ pub struct RemoteCommand {
 }
 
 /// Where this command runs its ranks, if not here.
-pub fn elsewhere(command: &[OsString]) -> Option<RemoteCommand> {
+pub(crate) fn elsewhere(command: &[OsString]) -> Option<RemoteCommand> {
     started_elsewhere(&without_wrappers(command)).or_else(|| as_another_user(command))
 }
 

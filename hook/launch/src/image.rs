@@ -20,7 +20,7 @@ use object::{
 use xpu_timer_proto::file::open as open_regular;
 
 /// The program of a command.
-pub struct Image {
+pub(crate) struct Image {
     /// Its file; for a script, that of its interpreter.
     pub file: PathBuf,
     /// Whether the file is a script's interpreter.
@@ -33,7 +33,7 @@ pub struct Image {
 
 /// Why the dynamic loader does not load the hook into a program.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Obstacle {
+pub(crate) enum Obstacle {
     /// It has no dynamic loader.
     Static,
     /// Its loader ignores the LD_PRELOAD of the user who starts it.
@@ -51,7 +51,7 @@ pub enum Obstacle {
 impl Obstacle {
     /// Whether LD_PRELOAD with the hook prints an error or prevents the start. Otherwise it still
     /// serves the programs that this program starts.
-    pub fn forbids_preload(&self) -> bool {
+    pub(crate) fn forbids_preload(&self) -> bool {
         !matches!(self, Obstacle::Static | Obstacle::Privileged)
     }
 }
@@ -64,7 +64,7 @@ impl fmt::Display for Obstacle {
             Obstacle::Musl => "it uses musl, but the hook needs glibc",
             Obstacle::Bits32 => "it is a 32-bit program, but the hook is a 64-bit library",
             Obstacle::Machine => "it is not built for x86-64",
-            Obstacle::Loader(said) => return write!(f, "its dynamic loader rejects the hook: {said}"),
+            Obstacle::Loader(message) => return write!(f, "its dynamic loader rejects the hook: {message}"),
         })
     }
 }
@@ -77,7 +77,7 @@ impl Image {
     ///
     /// # Errors
     /// It does not exist, cannot be read, or is neither a program nor a script.
-    pub fn of(command: &[OsString]) -> Result<Self> {
+    pub(crate) fn of(command: &[OsString]) -> Result<Self> {
         let mut path = std::env::var_os("PATH").unwrap_or_default();
         let mut file = find(&command[0], &path)?;
         let mut arguments = command.to_vec();
@@ -102,15 +102,15 @@ impl Image {
 
     /// Why this program's loader rejects the hook. Only a loader that differs from the launcher's
     /// is asked.
-    pub fn refusal_of(&self, hook: &Path) -> Option<Obstacle> {
+    pub(crate) fn refusal_of(&self, hook: &Path) -> Option<Obstacle> {
         let loader = self.loader.as_ref()?;
         let ours = std::env::current_exe().ok().and_then(|exe| read(&exe).ok()?.0);
         if ours.is_some_and(|ours| same_file(&ours, loader)) {
             return None;
         }
         let output = Command::new(loader).arg("--list").arg(&self.file).env("LD_PRELOAD", hook).output().ok()?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        let line = said.lines().find(|line| line.contains(&*hook.to_string_lossy()))?;
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        let line = stderr.lines().find(|line| line.contains(&*hook.to_string_lossy()))?;
         Some(Obstacle::Loader(line.trim().to_string()))
     }
 }
@@ -182,7 +182,7 @@ fn find(name: &OsStr, path: &OsStr) -> Result<PathBuf> {
 
 /// The command after `env` with its options and variables, and the PATH in which it is searched.
 /// `None` for another command, and for an `env` without a command.
-pub fn behind_env(arguments: &[OsString], path: &mut OsString) -> Option<Vec<OsString>> {
+pub(crate) fn behind_env(arguments: &[OsString], path: &mut OsString) -> Option<Vec<OsString>> {
     let name = Path::new(arguments.first()?).file_name()?;
     if name != "env" {
         return None;
@@ -328,8 +328,8 @@ mod tests {
         let program = executable(&folder.path().join("program"), &elf(64, 62, &loader.display().to_string()));
         let image = Image::of(&program).unwrap();
         executable(&loader, b"#!/bin/sh\necho \"ERROR: ld.so: $LD_PRELOAD: GLIBC_2.28 not found\" >&2\n");
-        let said = image.refusal_of(hook).expect("it refuses").to_string();
-        assert!(said.contains("GLIBC_2.28 not found"), "{said}");
+        let message = image.refusal_of(hook).expect("it refuses").to_string();
+        assert!(message.contains("GLIBC_2.28 not found"), "{message}");
         executable(&loader, b"#!/bin/sh\necho \"$LD_PRELOAD (0x7f00)\"\n");
         assert_eq!(image.refusal_of(hook), None);
     }

@@ -5,6 +5,7 @@
 //! the command runs without the tool. Exit codes: the command's own; 127 if it is not found, 126 if
 //! it cannot be executed, 2 for wrong usage.
 #![deny(unsafe_code)]
+#![warn(unreachable_pub)]
 
 #[allow(unsafe_code)]
 mod bounded_io;

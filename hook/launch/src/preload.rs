@@ -23,7 +23,7 @@ const FILE: &str = "libxpu_timer_hook.so";
 ///
 /// # Errors
 /// The hook does not exist, cannot be loaded, or has a path that LD_PRELOAD cannot contain.
-pub fn for_command(config: &Config, command: &[OsString], before: Option<OsString>) -> Result<OsString> {
+pub(crate) fn for_command(config: &Config, command: &[OsString], before: Option<OsString>) -> Result<OsString> {
     let found = find(config)?;
     let hook = nameable(&found, config)?;
     let value = in_front(&hook, before);
@@ -36,7 +36,7 @@ pub fn for_command(config: &Config, command: &[OsString], before: Option<OsStrin
 }
 
 /// LD_PRELOAD without our hook; `None` if it does not contain it.
-pub fn without_hook(before: Option<OsString>) -> Option<OsString> {
+pub(crate) fn without_hook(before: Option<OsString>) -> Option<OsString> {
     let before = before?;
     let all: Vec<&[u8]> = before.as_bytes().split(is_separator).filter(|name| !name.is_empty()).collect();
     let is_hook = |name: &[u8]| Path::new(OsStr::from_bytes(name)).file_name().is_some_and(|name| name == FILE);
@@ -104,8 +104,8 @@ fn loads(hook: &Path) -> Result<()> {
     }
     // If no process can be created, the command will fail as well and report it.
     let Ok(output) = tried.env("LD_PRELOAD", hook).output() else { return Ok(()) };
-    let said = String::from_utf8_lossy(&output.stderr);
-    let complaint = said.lines().find(|line| line.contains(&*hook.to_string_lossy()));
+    let stderr = String::from_utf8_lossy(&output.stderr);
+    let complaint = stderr.lines().find(|line| line.contains(&*hook.to_string_lossy()));
     match complaint {
         Some(line) => bail!("{line}"),
         None if output.status.success() => Ok(()),
@@ -117,7 +117,7 @@ fn loads(hook: &Path) -> Result<()> {
 ///
 /// # Errors
 /// It does not exist.
-pub fn find(config: &Config) -> Result<PathBuf> {
+pub(crate) fn find(config: &Config) -> Result<PathBuf> {
     if let Some(hook) = &config.hook {
         // The loader resolves a relative path in each process anew, after a change of folder too.
         match bounded_io::is_file(hook).and_then(|()| std::path::absolute(hook)) {

@@ -80,7 +80,7 @@ fn calls() -> [Call; 18] {
 
 /// The first forbidden system call and how it is forbidden; `None` if there is none or if that is
 /// unknown.
-pub fn forbidden() -> Option<String> {
+pub(crate) fn forbidden() -> Option<String> {
     // Nearly free if there is no filter.
     let status = procfs::status_text("self").unwrap_or_default();
     if procfs::field(&status, "Seccomp:") == Some("0") {

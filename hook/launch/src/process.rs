@@ -31,19 +31,19 @@ use nix::{
 };
 
 /// A detached program.
-pub struct Detached {
+pub(crate) struct Detached {
     /// `None` if the kernel has no pidfd (before 5.3): then its end is not detected.
     process: Option<OwnedFd>,
 }
 
 impl Detached {
     /// Whether it has ended.
-    pub fn has_ended(&mut self) -> bool {
+    pub(crate) fn has_ended(&mut self) -> bool {
         self.poll(Duration::ZERO)
     }
 
     /// Sleeps, or returns early when it ends.
-    pub fn wait(&mut self, pause: Duration, ended: bool) {
+    pub(crate) fn wait(&mut self, pause: Duration, ended: bool) {
         if ended || self.process.is_none() {
             std::thread::sleep(pause);
         } else {
@@ -64,7 +64,7 @@ impl Detached {
 ///
 /// # Errors
 /// It cannot be executed.
-pub fn spawn_detached(
+pub(crate) fn spawn_detached(
     program: &Path,
     arguments: &[&str],
     changes: &[(&str, OsString)],
@@ -130,7 +130,7 @@ fn close_on_exec(keep: i32) {
 }
 
 /// The descriptors of this process; none if /proc is missing.
-pub fn descriptors() -> Vec<i32> {
+pub(crate) fn descriptors() -> Vec<i32> {
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
@@ -170,7 +170,7 @@ static BEFORE_MAIN: extern "C" fn() = {
 
 /// Restores the inherited action of SIGPIPE. Standard streams that were closed are closed again
 /// when another program is executed.
-pub fn restore_inherited() {
+pub(crate) fn restore_inherited() {
     let action = if SIGPIPE_IGNORED.load(Ordering::Relaxed) { libc::SIG_IGN } else { libc::SIG_DFL };
     // SAFETY: the action is one of the two that a process can inherit.
     unsafe { libc::signal(libc::SIGPIPE, action) };

@@ -92,9 +92,9 @@ impl Source {
     #[must_use]
     pub fn hand_over(&self, path: &str) -> String {
         let known = VARIABLES.iter().chain(WITHOUT_EFFECT);
-        let said =
+        let entries =
             known.filter_map(|variable| Some((variable.name, self.ini.get(&variable.name.to_ascii_lowercase())?)));
-        said.fold(format!("{path}\n"), |text, (name, value)| format!("{text}{name}={value}\n"))
+        entries.fold(format!("{path}\n"), |text, (name, value)| format!("{text}{name}={value}\n"))
     }
 
     /// An environment and the text of an INI file (empty for none).
@@ -449,9 +449,9 @@ mod tests {
     #[test]
     fn variables_without_effect_are_reported_when_set() {
         let source = source(&[("XPU_TIMER_SKIP_TP", "1"), ("XPU_TIMER_HANG_TIMEOUT", "3")], "XPU_TIMER_DEBUG_MODE=1\n");
-        let said = source.without_effect();
-        assert_eq!(said.len(), 2, "{said:?}");
-        assert!(said[0].starts_with("XPU_TIMER_DEBUG_MODE has no effect: "), "{said:?}");
+        let problems = source.without_effect();
+        assert_eq!(problems.len(), 2, "{problems:?}");
+        assert!(problems[0].starts_with("XPU_TIMER_DEBUG_MODE has no effect: "), "{problems:?}");
         assert_eq!(source.problems(), [], "and does not count as a problem");
         assert!(WITHOUT_EFFECT.iter().all(|one| VARIABLES.iter().all(|other| one.name != other.name)));
     }
@@ -487,8 +487,8 @@ mod tests {
         for text in [&one.job, &one.pod_name, &one.node, &one.instance] {
             assert!(text.len() <= MOST_NAME_BYTES && text.contains('…'), "{text}");
         }
-        let said: Vec<&str> = problems.iter().map(|problem| problem.name.as_str()).collect();
-        assert_eq!(said, ["XPU_TIMER_JOB", "POD_NAME", "MASTER_PORT"]);
+        let names: Vec<&str> = problems.iter().map(|problem| problem.name.as_str()).collect();
+        assert_eq!(names, ["XPU_TIMER_JOB", "POD_NAME", "MASTER_PORT"]);
         assert!(problems.iter().all(|problem| problem.to_string().len() < 400), "{problems:?}");
     }
 

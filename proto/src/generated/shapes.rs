@@ -1014,8 +1014,8 @@ impl Shaped for crate::v1::StackTree {
     const SHAPE: &'static Shape = &V1_STACK_TREE;
 }
 impl crate::v1::StackTree {
-    /// Number of the field `words`.
-    pub const WORDS_FIELD: u32 = 1;
+    /// Number of the field `names`.
+    pub const NAMES_FIELD: u32 = 1;
     /// Number of the field `nodes`.
     pub const NODES_FIELD: u32 = 2;
 }

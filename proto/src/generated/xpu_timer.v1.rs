@@ -1733,9 +1733,9 @@ pub struct TreeNode {
     /// Index of the parent in the list; absent for a root.
     #[prost(uint32, optional, tag = "1")]
     pub parent: ::core::option::Option<u32>,
-    /// Index into `words`.
+    /// Index into `names`.
     #[prost(uint32, tag = "2")]
-    pub word: u32,
+    pub name: u32,
     #[prost(message, repeated, tag = "3")]
     pub ranks: ::prost::alloc::vec::Vec<RankRun>,
     /// A stack ended here.
@@ -1745,7 +1745,7 @@ pub struct TreeNode {
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct StackTree {
     #[prost(string, repeated, tag = "1")]
-    pub words: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
+    pub names: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     #[prost(message, repeated, tag = "2")]
     pub nodes: ::prost::alloc::vec::Vec<TreeNode>,
 }

@@ -10,7 +10,7 @@ pub const VERSION: u32 = 12;
 
 /// Bytes of two cache lines, which processors fetch together. What one thread writes often shares
 /// no such pair with what another thread writes: a collective costs 40 ns more otherwise.
-pub const LINE_PAIR: usize = 128;
+pub(super) const LINE_PAIR: usize = 128;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
 
@@ -379,7 +379,7 @@ pub mod coverage {
 }
 
 /// Words of a lane: see [`super::lane`].
-pub mod lane {
+pub(super) mod lane {
     use super::coverage;
 
     /// Thread id of the lane's owner; 0 for a free lane.
@@ -445,7 +445,7 @@ pub mod lane {
 }
 
 /// Words of a call of a traced function, and of the function itself: see [`super::span`].
-pub mod span {
+pub(super) mod span {
     /// Ticket plus one, published last; 0 while the slot is overwritten.
     pub const TICKET: usize = 0;
     /// Index of the function among those of [`function`] in the low half, thread id in the high

@@ -16,7 +16,7 @@ use crate::v1::{
 pub const RECENT_OPERATIONS: usize = 256;
 
 /// Maximum number of kernels in a flight record. Those that communicate come first.
-pub const MOST_KERNELS: usize = 1024;
+pub(super) const MOST_KERNELS: usize = 1024;
 
 /// Reads only the header, for a reader that watches progress. The counters of the lanes are added
 /// to those of the header.

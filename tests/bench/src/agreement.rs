@@ -22,8 +22,8 @@ use xpu_timer_proto::{
 use xpu_timer_tests::Process;
 
 use crate::{
+    other_tools::{self, NativeStack, PythonStack, Tools},
     report::Report,
-    rivals::{self, NativeStack, PythonStack, Tools},
 };
 
 /// The number of agreements, of comparisons, and one example of a difference.
@@ -55,8 +55,8 @@ impl Score {
 
 /// Compares lists of program counters with eu-stack.
 pub fn native(tools: &Tools, captured: &ProcessCapture) -> Result<Score> {
-    let text = rivals::eu_stack_output(tools, captured.pid)?;
-    let theirs = rivals::parse_eu_stack(&text);
+    let text = other_tools::eu_stack_output(tools, captured.pid)?;
+    let theirs = other_tools::parse_eu_stack(&text);
     ensure!(!theirs.is_empty(), "eu-stack saw no thread of {}", captured.pid);
     Ok(compare_native(&captured.sample.stacktrace, &theirs))
 }
@@ -90,7 +90,7 @@ fn compare_native(ours: &[PstackStacktrace], theirs: &HashMap<i32, NativeStack>)
 
 /// Compares Python frames (function, path and line) and the GIL holder with py-spy.
 pub fn python(tools: &Tools, captured: &ProcessCapture) -> Result<Score> {
-    let theirs = rivals::parse_py_spy(&rivals::output(&mut rivals::py_spy(tools, captured.pid))?)?;
+    let theirs = other_tools::parse_py_spy(&other_tools::output(&mut other_tools::py_spy(tools, captured.pid))?)?;
     ensure!(!theirs.is_empty(), "py-spy saw no thread of {}", captured.pid);
     Ok(compare_python(&captured.sample.py_stacktrace, &theirs, own_tid))
 }

@@ -9,8 +9,8 @@ use xpu_timer_tests::{forky, forky_with_torch, python, python_version, tree};
 use crate::{
     agreement::{self, Score},
     churn::{self, Language},
+    other_tools::{self, Order, Tools, wall},
     report::{Contender, Report, alternate, median, ms, ratio, time},
-    rivals::{self, Order, Tools, wall},
     stops::{self, PtraceLog},
     targets::{Python, Target},
 };
@@ -115,7 +115,8 @@ fn one_rank(report: &mut Report, tools: &Tools, options: &Options, mut target: T
     let one = pids[..1].to_vec();
     let pid = one[0];
     let [gdb, py_spy, eu_stack, pystack] =
-        [rivals::gdb, rivals::py_spy, rivals::eu_stack, rivals::pystack].map(|tool| move |pid| tool(tools, pid));
+        [other_tools::gdb, other_tools::py_spy, other_tools::eu_stack, other_tools::pystack]
+            .map(|tool| move |pid| tool(tools, pid));
     let dump = |pid: i32| stops::dump(tools, &[pid]);
     let wall_one = |commands: &[&(dyn Fn(i32) -> Command + Sync)]| wall(&one, Order::Sequential, commands);
     let mut warm = Capturer::new();
@@ -128,7 +129,7 @@ fn one_rank(report: &mut Report, tools: &Tools, options: &Options, mut target: T
         ("eu-stack + py-spy", Box::new(|| wall_one(&[&eu_stack, &py_spy]))),
     ];
     // It is shown only for comparison, and cannot inspect every target.
-    match rivals::run_quiet(&mut pystack(pid)) {
+    match other_tools::run_quiet(&mut pystack(pid)) {
         Ok(()) => contenders.push(("pystack --native-all", Box::new(|| wall_one(&[&pystack])))),
         Err(_) => report.note("wall of one rank: pystack --native-all", "fails"),
     }
@@ -231,10 +232,10 @@ fn stop_times(report: &mut Report, tools: &Tools, options: &Options, pid: i32, t
 fn node(report: &mut Report, tools: &Tools, options: &Options, target: &Target) -> Result<()> {
     let pids = &target.pids;
     let [gdb, py_spy, eu_stack] =
-        [rivals::gdb, rivals::py_spy, rivals::eu_stack].map(|tool| move |pid| tool(tools, pid));
+        [other_tools::gdb, other_tools::py_spy, other_tools::eu_stack].map(|tool| move |pid| tool(tools, pid));
     let mut warm = Capturer::new();
     warm.capture(pids, &CaptureOptions::default());
-    let dump = || rivals::run_quiet(&mut stops::dump(tools, pids));
+    let dump = || other_tools::run_quiet(&mut stops::dump(tools, pids));
     let repetitions = options.repetitions.div_ceil(3);
     // The order matters: ours runs between any two of theirs, as often as all of theirs together.
     let mut contenders: Vec<Contender<'_>> = vec![

@@ -261,9 +261,9 @@ fn fetch_timelines(mut command: Command, nodes: u32) -> Result<Duration> {
     command.args(["--job", "bench", "--rank", &ranks.to_string(), "--seconds", &TIMELINE_SECONDS.to_string()]);
     let (took, output) = time(|| command.output());
     let output = output?;
-    let (said, problems) = (String::from_utf8(output.stdout)?, String::from_utf8_lossy(&output.stderr).into_owned());
+    let (stdout, problems) = (String::from_utf8(output.stdout)?, String::from_utf8_lossy(&output.stderr).into_owned());
     ensure!(output.status.success(), "{command:?}: {problems}");
-    let files = fs::read_dir(said.trim())?.count() as u64;
+    let files = fs::read_dir(stdout.trim())?.count() as u64;
     let operations = format!("{} operations of {} ranks", ranks.len() * u64::from(OPERATIONS), ranks.len());
     ensure!(files == ranks.len() && problems.trim() == operations, "{files} files of ranks {ranks}: {problems}");
     Ok(took)

@@ -28,8 +28,8 @@ use xpu_timer_proto::server::CaptureMethod;
 use xpu_timer_tests::{PATIENCE, Process, compile_c, tree, wait_until};
 
 use crate::{
+    other_tools::{Tools, run_quiet},
     report::{Report, median},
-    rivals::{Tools, run_quiet},
     targets::Spinner,
 };
 

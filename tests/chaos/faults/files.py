@@ -331,12 +331,12 @@ def mounted(*folders, options="size=64m"):
 def served(seconds=60):
     """Waits for an incident with a verdict in the collector's status, and returns it."""
 
-    def told():
+    def judged():
         with contextlib.suppress(OSError, Broken, ValueError):
             return [one for one in owner_status()["incidents"] if one.get("cause")]
         return None
 
-    return wait_for("the status has the verdict", told, seconds)[0]
+    return wait_for("the status has the verdict", judged, seconds)[0]
 
 
 def whole(space, roots, seconds=60, dumps=2):

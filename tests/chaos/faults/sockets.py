@@ -649,8 +649,8 @@ def shows_no_secret(secret, folder):
         words = [str(word) for word in [*words, "--pid", rank_pids()[0]]]
         shown[name] = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
         must("train.py" in shown[name], f"{name} says nothing of the process: {shown[name][:200]}")
-    told = [name for name, text in shown.items() if secret in (text if isinstance(text, str) else text.decode(errors="replace"))]
-    must(not told, f"named in {', '.join(told)}")
+    leaks = [name for name, text in shown.items() if secret in (text if isinstance(text, str) else text.decode(errors="replace"))]
+    must(not leaks, f"named in {', '.join(leaks)}")
 
 
 @promises("the status, the logs and the incident files contain no secret")

@@ -56,17 +56,17 @@ struct Options {
 
 /// The result of a promise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Held {
-    Yes,
-    No,
+enum PromiseResult {
+    Kept,
+    Broken,
     /// The fault cannot be produced here.
-    Unable,
+    Untested,
 }
 
 #[derive(Debug)]
 struct Outcome {
     fault: Fault,
-    held: Held,
+    result: PromiseResult,
     seen: String,
     wall: Duration,
 }
@@ -109,7 +109,7 @@ fn run(options: &Options) -> Result<bool> {
     let path = output().join("table.md");
     fs::write(&path, &table).with_context(|| path.display().to_string())?;
     say(&format!("\n{table}\n{}\nthe table: {}", total(&outcomes), path.display()));
-    Ok(outcomes.iter().all(|outcome| outcome.held != Held::No))
+    Ok(outcomes.iter().all(|outcome| outcome.result != PromiseResult::Broken))
 }
 
 /// Prints a line. A closed pipe is not an error, because the table is also in a file.
@@ -142,7 +142,7 @@ fn one(fault: &Fault, seed: u64) -> Outcome {
     let Some(status) = wait(&mut process) else {
         let outcome = Outcome {
             fault: fault.clone(),
-            held: Held::No,
+            result: PromiseResult::Broken,
             seen: format!("it has not ended within {DEADLINE:?}"),
             wall: start.elapsed(),
         };
@@ -151,12 +151,12 @@ fn one(fault: &Fault, seed: u64) -> Outcome {
     };
     let output = process.wait(GRACE);
     let seen = output.stdout.lines().next_back().unwrap_or_default().to_owned();
-    let held = match status.code() {
-        Some(0) => Held::Yes,
-        Some(UNABLE) => Held::Unable,
-        _ => Held::No,
+    let result = match status.code() {
+        Some(0) => PromiseResult::Kept,
+        Some(UNABLE) => PromiseResult::Untested,
+        _ => PromiseResult::Broken,
     };
-    let outcome = Outcome { fault: fault.clone(), held, seen, wall: start.elapsed() };
+    let outcome = Outcome { fault: fault.clone(), result, seen, wall: start.elapsed() };
     keep(&outcome, seed, &output.stdout, &output.stderr, &job);
     outcome
 }
@@ -191,7 +191,7 @@ fn wait(process: &mut Process) -> Option<ExitStatus> {
 
 /// Stores the output and the logs of a broken promise.
 fn keep(outcome: &Outcome, seed: u64, stdout: &str, stderr: &str, job: &Job) {
-    if outcome.held != Held::No {
+    if outcome.result != PromiseResult::Broken {
         return;
     }
     let name = &outcome.fault.name;
@@ -216,36 +216,37 @@ fn printed(folder: &Path) -> String {
     entries.filter(named).filter(small).map(text).collect()
 }
 
-impl Held {
+impl PromiseResult {
     fn word(self) -> &'static str {
         match self {
-            Held::Yes => "held",
-            Held::No => "**did not hold**",
-            Held::Unable => "not tried",
+            PromiseResult::Kept => "held",
+            PromiseResult::Broken => "**did not hold**",
+            PromiseResult::Untested => "not tried",
         }
     }
 }
 
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:44} {}: {} ({:.1} s)", self.fault.name, self.held.word(), self.seen, self.wall.as_secs_f64())
+        write!(f, "{:44} {}: {} ({:.1} s)", self.fault.name, self.result.word(), self.seen, self.wall.as_secs_f64())
     }
 }
 
 fn table(outcomes: &[Outcome]) -> String {
-    let rows = outcomes.iter().map(|Outcome { fault, held, seen, .. }| {
+    let rows = outcomes.iter().map(|Outcome { fault, result, seen, .. }| {
         let (what, promise, seen) = (cell(&fault.fault), cell(&fault.promise), cell(seen));
-        format!("| {what} (`{}`) | {promise} | {}: {seen} |\n", fault.name, held.word())
+        format!("| {what} (`{}`) | {promise} | {}: {seen} |\n", fault.name, result.word())
     });
     format!("| fault | what must hold | what held |\n|---|---|---|\n{}", rows.collect::<String>())
 }
 
 fn total(outcomes: &[Outcome]) -> String {
-    let names = |held: Held| {
-        let outcomes = outcomes.iter().filter(|outcome| outcome.held == held);
+    let names = |result: PromiseResult| {
+        let outcomes = outcomes.iter().filter(|outcome| outcome.result == result);
         outcomes.map(|outcome| outcome.fault.name.as_str()).collect::<Vec<_>>()
     };
-    let (held, broken, unable) = (names(Held::Yes), names(Held::No), names(Held::Unable));
+    let (held, broken, unable) =
+        (names(PromiseResult::Kept), names(PromiseResult::Broken), names(PromiseResult::Untested));
     let mut text = format!("{} faults: {} held", outcomes.len(), held.len());
     for (names, what) in [(broken, "did not hold"), (unable, "could not be tried here")] {
         if !names.is_empty() {
@@ -302,8 +303,8 @@ mod tests {
     fn a_table_says_what_did_not_hold() {
         let fault =
             Fault { name: "a-b".into(), area: "a".into(), fault: "x | y".into(), promise: "p".into(), chance: false };
-        let outcome = |held| Outcome { fault: fault.clone(), held, seen: "s\nt".into(), wall: Duration::ZERO };
-        let outcomes = [outcome(Held::Yes), outcome(Held::No), outcome(Held::Unable)];
+        let outcome = |result| Outcome { fault: fault.clone(), result, seen: "s\nt".into(), wall: Duration::ZERO };
+        let outcomes = [outcome(PromiseResult::Kept), outcome(PromiseResult::Broken), outcome(PromiseResult::Untested)];
         let table = table(&outcomes);
         assert_eq!(table.lines().count(), 5);
         assert!(table.contains("| x \\| y (`a-b`) | p | **did not hold**: s t |"), "{table}");

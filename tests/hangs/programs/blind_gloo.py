@@ -92,17 +92,17 @@ def collects_garbage():
 
 def other_port():
     """One rank looks for the store of the job at a port without a listener."""
-    told = os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "ports")
+    ports_file = os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "ports")
     if RANK == 0:
         sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-        with open(f"{told}.new", "w") as file:
+        with open(f"{ports_file}.new", "w") as file:
             file.write(" ".join(str(each.getsockname()[1]) for each in sockets))
         for each in sockets:
             each.close()
-        os.rename(f"{told}.new", told)
-    while not os.path.exists(told):
+        os.rename(f"{ports_file}.new", ports_file)
+    while not os.path.exists(ports_file):
         time.sleep(0.01)
-    with open(told) as file:
+    with open(ports_file) as file:
         right, wrong = file.read().split()
     begin(f"tcp://127.0.0.1:{wrong if MINE else right}")
     for _step, _here in steps():

@@ -184,10 +184,10 @@ def region_lock():
     """Waits for a lock on a part of a file, which a child holds."""
     path = os.path.join(tempfile.mkdtemp(), "cache.idx")
     file = open(path, "w+b")
-    locked, told = os.pipe()
+    locked, ready = os.pipe()
     if os.fork() == 0:
         fcntl.lockf(file, fcntl.LOCK_EX)
-        os.write(told, b"x")
+        os.write(ready, b"x")
         signal.pause()
     os.read(locked, 1)
     fcntl.lockf(file, fcntl.LOCK_EX)

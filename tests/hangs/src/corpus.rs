@@ -5,7 +5,7 @@
 
 mod collectives;
 mod hosts;
-mod strangers;
+mod independent_programs;
 
 use anyhow::{Result, ensure};
 
@@ -43,16 +43,16 @@ fn all() -> Vec<Scenario> {
     [
         collectives::scenarios(),
         hosts::scenarios(),
-        strangers::scenarios(),
+        independent_programs::scenarios(),
         hosts::without_device(),
         hosts::machine(),
         collectives::mistakes(),
         hosts::endings(),
-        strangers::threads(),
+        independent_programs::threads(),
         hosts::elastic(),
         stragglers(),
         well(),
-        strangers::blind(),
+        independent_programs::blind(),
     ]
     .concat()
 }

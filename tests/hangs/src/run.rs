@@ -176,7 +176,7 @@ fn hang(job: &Job, ranks: &mut Process) -> Result<Incident> {
 fn ended(job: &Job, incident: &Incident) -> Result<()> {
     // A process that the kernel blocks, in a file system that does not answer or in a freezer,
     // ignores all signals.
-    let is_held = |rank: &Value| {
+    let ignores_kill = |rank: &Value| {
         const SIGKILL: u64 = 1 << 8;
         let status = procfs::status_text(&rank["pid"]).unwrap_or_default();
         let pending = procfs::field(&status, "ShdPnd:");
@@ -187,7 +187,7 @@ fn ended(job: &Job, incident: &Incident) -> Result<()> {
         let is_alive = |rank: &Value| {
             rank["attempt"] == incident.verdict["attempt"]
                 && ["present", "detached"].iter().any(|is| rank["presence"] == *is)
-                && !is_held(rank)
+                && !ignores_kill(rank)
         };
         ranks.unwrap_or_default().into_iter().filter(is_alive).collect()
     };

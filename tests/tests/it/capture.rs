@@ -5,13 +5,13 @@
 mod builds;
 mod debug_files;
 mod eintr;
-mod hard;
 mod layouts;
 mod native;
-mod odd;
 pub mod python;
 mod python_kinds;
 mod stuck;
+mod troubled_processes;
+mod unusual_targets;
 
 use std::{path::PathBuf, process::Command, sync::OnceLock, time::Duration};
 

@@ -211,12 +211,12 @@ fn in_fallback(job: &Job, timeline: &Path, what: &str) {
     let status = job.status().expect("/status");
     let path = Path::new(status["incidents"][0]["path"].as_str().expect("a path"));
     assert!(path.starts_with(socket_of(job).parent().expect("a folder").join("timeline")), "{}", path.display());
-    let said = status["incidents"][0]["errors"][0].as_str().expect("an error").to_string();
-    assert!(said.contains(what) && said.contains(&timeline.display().to_string()), "{said}");
+    let error = status["incidents"][0]["errors"][0].as_str().expect("an error").to_string();
+    assert!(error.contains(what) && error.contains(&timeline.display().to_string()), "{error}");
     assert!(collector.stderr().contains(what));
     let verdict: Value =
         serde_json::from_slice(&fs::read(path.join("verdict.json")).expect("verdict.json")).expect("JSON");
-    assert_eq!(verdict["errors"][0], json!(said));
+    assert_eq!(verdict["errors"][0], json!(error));
     assert!(path.join("00000-00001.stacktrace").exists());
 }
 
@@ -551,7 +551,7 @@ fn hang_kill_never_acts_on_repeated_verdicts_without_evidence() {
     let job = Job::new();
     let collector = collector(&job, &[]);
     let mut hooks = busy_job(&job, 1000);
-    let looks = |said: &str| said.matches("its ranks are captured again").count();
+    let looks = |stderr: &str| stderr.matches("its ranks are captured again").count();
     wait_until(PATIENCE, "it is judged three times", || looks(&collector.stderr()) >= 2);
     let verdict = &job.mild_captures()[0].verdict;
     assert_eq!((&verdict["cause"], &verdict["hang"]), (&json!("not_a_hang"), &json!("none")), "{verdict}");
@@ -720,10 +720,10 @@ fn a_used_port_is_reported_and_only_local_requests_are_answered() {
     let job = Job::new();
     let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, job.port)).expect("the port is free");
     let one = collector(&job, &[]);
-    let said = one.stderr();
-    assert!(said.contains(&format!("port {}", job.port)) && said.contains("XPU_TIMER_BASEPORT"), "{said}");
+    let stderr = one.stderr();
+    assert!(stderr.contains(&format!("port {}", job.port)) && stderr.contains("XPU_TIMER_BASEPORT"), "{stderr}");
     let mut hook = FakeHook::connected(&job, "port", 0, 1);
-    let port = said.split("the metrics port ").nth(1).and_then(|rest| rest.split_whitespace().next());
+    let port = stderr.split("the metrics port ").nth(1).and_then(|rest| rest.split_whitespace().next());
     let port = port.and_then(|port| port.parse().ok()).expect("it says where the metrics are");
     wait_until(PATIENCE, "the other pair of endpoints works", || {
         http("GET", port, "/metrics").is_ok_and(|(_, page)| page.contains("xpu_timer_ranks 1\n"))

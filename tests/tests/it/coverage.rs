@@ -364,13 +364,13 @@ fn cell(way: &Way, layer: (&str, &str, &str)) -> String {
     let dir = TempDir::new().unwrap();
     let (program, opened) = build(dir.path(), way, layer);
     let is_unseen = about(way.unseen).is_some();
-    // The next survey of the hook tells of collectives whose kernels alone were seen.
-    let is_told = |record: &FlightRecord| {
+    // The next survey of the hook reports the collectives of which only kernels were seen.
+    let is_reported = |record: &FlightRecord| {
         let mut all = record.coverage.iter();
-        let told = |function: &HookedFunction| !function.hooked && function.reason.contains("its kernels run");
-        !is_unseen || name != "NCCL" || all.any(|function| function.name == "ncclAllReduce" && told(function))
+        let is_named = |function: &HookedFunction| !function.hooked && function.reason.contains("its kernels run");
+        !is_unseen || name != "NCCL" || all.any(|function| function.name == "ncclAllReduce" && is_named(function))
     };
-    let record = run_under(&artifacts().hook(), dir.path(), &program, &opened, "auto", |_| {}, is_told);
+    let record = run_under(&artifacts().hook(), dir.path(), &program, &opened, "auto", |_| {}, is_reported);
     let seen = counted(&record, name);
     if let Some(why) = about(way.unseen) {
         assert_eq!(seen, 0, "{} × {name} is seen after all", way.name);

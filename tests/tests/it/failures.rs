@@ -329,20 +329,20 @@ def xpu_timer_parse_python_exception(type, value, traceback, infos):
         code = traceback.tb_frame.f_code
         places.append(f"{code.co_name}:{traceback.tb_lineno}")
         traceback = traceback.tb_next
-    print("told of", type is ValueError, value, places, infos["rank"], infos["job_name"], infos["ip"])
+    print("received", type is ValueError, value, places, infos["rank"], infos["job_name"], infos["ip"])
 
 
 def xpu_timer_parse_cpp_exception(infos):
     names = [frame["function_name"] for frame in infos["frame_infos"]]
-    print("told of", infos["signal"], infos["rank"], any("memset" in name for name in names))
+    print("received", infos["signal"], infos["rank"], any("memset" in name for name in names))
     raise RuntimeError("no connection")
 "#;
 
 #[test]
 fn exit_plugins_are_called_outside_of_the_rank() {
     for (name, expected) in [
-        ("main", vec!["told of True a bad sample ['<module>:", "'bad_sample:", "] 1 "]),
-        ("segv", vec!["told of 11 1 True", "xpu_timer_parse_cpp_exception raised RuntimeError: no connection"]),
+        ("main", vec!["received True a bad sample ['<module>:", "'bad_sample:", "] 1 "]),
+        ("segv", vec!["received 11 1 True", "xpu_timer_parse_cpp_exception raised RuntimeError: no connection"]),
     ] {
         let way = WAYS.iter().find(|way| way.name == name).expect("a known way");
         let job = Job::new().with("XPU_TIMER_SIGNAL_HANDLER", "1");
@@ -365,7 +365,7 @@ fn exit_plugins_are_called_outside_of_the_rank() {
             let log = run.job.logs();
             expected.iter().all(|words| log.contains(words))
         });
-        assert!(!run.end["stderr"].as_str().expect("text").contains("told of"), "{}", run.end);
+        assert!(!run.end["stderr"].as_str().expect("text").contains("received"), "{}", run.end);
     }
 }
 

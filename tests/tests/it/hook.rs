@@ -378,7 +378,7 @@ fn a_hang_is_signalled_repeated_and_resolved() {
     // The collector is killed and another one takes its place while the hang is pending.
     drop(collector);
     let collector = job.collector();
-    wait_until(RECONNECT, "the hang, told again", || {
+    wait_until(RECONNECT, "the hang is sent again", || {
         collector.hangs().iter().any(|(_, hang)| hang.operation.as_ref().is_some_and(|again| again.seq == 6))
     });
     wait_until(PATIENCE, "the end of the hang", || collector.resolved().contains(&(victim, operation.ticket)));

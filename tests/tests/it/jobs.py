@@ -54,7 +54,7 @@ def start(job, rank, **environment):
 
 
 def claims(job):
-    """The world that a rank is told of; JOBS_CLAIM says more than there are."""
+    """The world in the environment of a rank; JOBS_CLAIM gives a larger one."""
     return dict(
         {"WORLD_SIZE": str(size(job))},
         **dict(claim.split("=") for claim in os.environ.get("JOBS_CLAIM", "").split()),

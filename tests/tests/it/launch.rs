@@ -353,10 +353,10 @@ fn two_users_of_a_node_have_a_collector_each() {
     let output = run(&second, OTHER_USER);
     assert_eq!((output.code(), output.stdout.clone()), (0, expected(&second, OTHER_USER)), "{output:?}");
     // The port is the first one's, and so are its folder for incidents and its log.
-    let said = &output.stderr;
-    assert!(said.contains(&format!("cannot listen on port {}", first.port)), "{said}");
-    assert!(said.contains("XPU_TIMER_TIMELINE_PATH") && said.contains("Permission denied"), "{said}");
-    assert_eq!(said.lines().count(), 2, "{said}");
+    let stderr = &output.stderr;
+    assert!(stderr.contains(&format!("cannot listen on port {}", first.port)), "{stderr}");
+    assert!(stderr.contains("XPU_TIMER_TIMELINE_PATH") && stderr.contains("Permission denied"), "{stderr}");
+    assert_eq!(stderr.lines().count(), 2, "{stderr}");
     let log = shared.path().join(format!("xpu_timer-{OTHER_USER}/xpu_timer_collector.log"));
     assert!(fs::read_to_string(&log).unwrap().contains("listening on"), "{}", log.display());
     // Once more: it is there now.
@@ -419,7 +419,7 @@ fn a_static_program_passes_the_hook_on() {
 }
 
 #[test]
-fn a_container_runtime_is_told_where_the_launcher_belongs() {
+fn with_a_container_runtime_the_launcher_says_where_it_belongs() {
     let place = Place::new();
     for name in ["docker", "srun"] {
         let program = place.path(name);
@@ -633,10 +633,10 @@ fn other_variables_that_do_not_name_a_file_print_one_line_each() {
     };
     // Nobody answers at the socket, and the program is looked for.
     for path in &traps.paths {
-        let said = run("XPU_TIMER_DAEMON_PATH", path);
+        let stderr = run("XPU_TIMER_DAEMON_PATH", path);
         assert!(
-            said.starts_with("xpu_timer_launch: running without the node collector") && said.lines().count() == 1,
-            "{said}"
+            stderr.starts_with("xpu_timer_launch: running without the node collector") && stderr.lines().count() == 1,
+            "{stderr}"
         );
     }
     let _collector = place.collector();
@@ -645,15 +645,15 @@ fn other_variables_that_do_not_name_a_file_print_one_line_each() {
             ("XPU_TIMER_HOOK_PATH", "running without the hook: XPU_TIMER_HOOK_PATH="),
             ("XPU_TIMER_NCCL_LIB_PATH", "XPU_TIMER_NCCL_LIB_PATH="),
         ] {
-            let said = run(name, path);
+            let stderr = run(name, path);
             // The loader says what a large file is not.
-            let named = said.contains(words) || path.ends_with("large");
+            let named = stderr.contains(words) || path.ends_with("large");
             let taken = path.ends_with("large") && name == "XPU_TIMER_NCCL_LIB_PATH";
-            assert!(named && said.lines().count() == usize::from(!taken), "{name}={path:?}: {said}");
+            assert!(named && stderr.lines().count() == usize::from(!taken), "{name}={path:?}: {stderr}");
         }
         if !["folder", "none"].iter().any(|name| path.ends_with(name)) {
-            let said = run("XPU_TIMER_TIMELINE_PATH", path);
-            assert!(said.contains("cannot be written") && said.lines().count() == 1, "{path:?}: {said}");
+            let stderr = run("XPU_TIMER_TIMELINE_PATH", path);
+            assert!(stderr.contains("cannot be written") && stderr.lines().count() == 1, "{path:?}: {stderr}");
         }
     }
 }
@@ -681,11 +681,11 @@ fn the_collector_and_its_clients_do_not_wait_for_special_files() {
             (&["incidents"], "XPU_TIMER_COLLECTOR_CA_FILE"),
             (&["cluster", "--listen", "127.0.0.1:0"], "XPU_TIMER_COLLECTOR_TOKEN_FILE"),
         ] {
-            let said = run(arguments, &[(name, path)]);
-            assert!(said.contains(&*path.to_string_lossy()) && said.lines().count() == 1, "{name}: {said}");
+            let stderr = run(arguments, &[(name, path)]);
+            assert!(stderr.contains(&*path.to_string_lossy()) && stderr.lines().count() == 1, "{name}: {stderr}");
         }
         let identity = [("XPU_TIMER_CLUSTER_CERT_FILE", path), ("XPU_TIMER_CLUSTER_KEY_FILE", path)];
-        let said = run(&["cluster", "--listen", "127.0.0.1:0"], &identity);
-        assert!(said.contains(&*path.to_string_lossy()), "{said}");
+        let stderr = run(&["cluster", "--listen", "127.0.0.1:0"], &identity);
+        assert!(stderr.contains(&*path.to_string_lossy()), "{stderr}");
     }
 }

@@ -38,22 +38,22 @@ fn view_ok(folder: &Path) -> Output {
     output
 }
 
-/// Stacks root first, words joined by `;`, each word `func@file`.
+/// Stacks root first, names joined by `;`, each name `func@file`.
 fn dump(state: &str, native: &[&str], python: &[&str]) -> Stacktrace {
-    fn words(stack: &str) -> impl Iterator<Item = (String, String)> + '_ {
-        stack.split(';').rev().map(|word| {
-            let (func, file) = word.rsplit_once('@').expect("func@file");
+    fn names(stack: &str) -> impl Iterator<Item = (String, String)> + '_ {
+        stack.split(';').rev().map(|name| {
+            let (func, file) = name.rsplit_once('@').expect("func@file");
             (func.to_owned(), file.to_owned())
         })
     }
     let native = native.iter().map(|stack| PstackStacktrace {
-        frames: words(stack)
+        frames: names(stack)
             .map(|(func_name, file_name)| PstackFrame { func_name, file_name, ..PstackFrame::default() })
             .collect(),
         ..PstackStacktrace::default()
     });
     let python = python.iter().map(|stack| PySpyStacktrace {
-        frames: words(stack)
+        frames: names(stack)
             .map(|(func_name, file_name)| PySpyFrame { func_name, file_name, ..PySpyFrame::default() })
             .collect(),
         ..PySpyStacktrace::default()

@@ -550,10 +550,10 @@ mod tests {
     /// Every node as its path and ranks.
     fn shown(report: &Report, tree: &Tree, sets: &[u32]) -> Vec<String> {
         let mut path: Vec<&str> = Vec::new();
-        (0..tree.word.len())
+        (0..tree.name.len())
             .map(|node| {
                 path.truncate(tree.depth[node] as usize);
-                path.push(report.texts[tree.word[node] as usize].split('@').next().unwrap());
+                path.push(report.texts[tree.name[node] as usize].split('@').next().unwrap());
                 format!("{}@{}", path.join(";"), report.sets[sets[node] as usize])
             })
             .collect()
@@ -596,7 +596,7 @@ mod tests {
         // The first sample's stack is in the tree although no rank has it in the last sample.
         let first = report.lists[rank.first.unwrap().threads as usize][2];
         let node = report.threads[first as usize].python.unwrap() as usize;
-        assert_eq!(report.texts[report.trees.python.word[node] as usize], "tick@t.py:1");
+        assert_eq!(report.texts[report.trees.python.name[node] as usize], "tick@t.py:1");
         assert_eq!(report.sets[report.trees.python.ranks[node] as usize], "");
     }
 

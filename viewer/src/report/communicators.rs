@@ -19,13 +19,13 @@ struct Recorded {
 
 /// Adds flight records one by one.
 #[derive(Debug, Default)]
-pub struct Communicators {
+pub(super) struct Communicators {
     recorded: BTreeMap<u64, Recorded>,
 }
 
 impl Communicators {
     /// Adds the flight record of one rank.
-    pub fn add(&mut self, rank: u32, flight: &FlightRecord) {
+    pub(super) fn add(&mut self, rank: u32, flight: &FlightRecord) {
         for communicator in &flight.communicators {
             let recorded = self.recorded.entry(communicator.id).or_default();
             recorded.size = recorded.size.max(communicator.size);
@@ -35,7 +35,7 @@ impl Communicators {
     }
 
     /// The communicators that the verdict does not list, those with pending operations first.
-    pub fn finish(self, listed: &[CommunicatorReport]) -> Vec<CommunicatorReport> {
+    pub(super) fn finish(self, listed: &[CommunicatorReport]) -> Vec<CommunicatorReport> {
         let mut reports: Vec<CommunicatorReport> = self
             .recorded
             .into_iter()

@@ -15,9 +15,9 @@ use xpu_timer_analysis::verdict::CommunicatorReport;
 use xpu_timer_proto::secrets;
 
 /// Index of a text in [`Report::texts`]; 0 is the empty text.
-pub type TextId = u32;
+pub(super) type TextId = u32;
 /// Index of a rank set in [`Report::sets`].
-pub type SetId = u32;
+pub(super) type SetId = u32;
 
 /// Everything that the page shows.
 #[derive(Debug, Serialize)]
@@ -80,8 +80,8 @@ pub struct Trees {
 pub struct Tree {
     /// Depth of every node, from 0.
     pub depth: Vec<u32>,
-    /// Label of every node.
-    pub word: Vec<TextId>,
+    /// Name of every node, `func@file`.
+    pub name: Vec<TextId>,
     /// Ranks whose stacks include the node in the last sample. Empty for nodes that only the first
     /// sample or a child process has.
     pub ranks: Vec<SetId>,
@@ -276,7 +276,7 @@ fn is_false(flag: &bool) -> bool {
 
 /// Distinct values, numbered in the order of first use.
 #[derive(Debug)]
-pub struct Table<T> {
+pub(super) struct Table<T> {
     /// The values by number.
     pub items: Vec<T>,
     numbers: HashMap<T, u32>,
@@ -284,12 +284,12 @@ pub struct Table<T> {
 
 impl<T: Clone + Eq + Hash> Table<T> {
     /// An empty table.
-    pub fn new() -> Self {
+    pub(super) fn new() -> Self {
         Table { items: Vec::new(), numbers: HashMap::new() }
     }
 
     /// The number of a value, which is added if it is new.
-    pub fn number<Q>(&mut self, item: &Q) -> u32
+    pub(super) fn number<Q>(&mut self, item: &Q) -> u32
     where
         Q: Hash + Eq + ToOwned<Owned = T> + ?Sized,
         T: Borrow<Q>,
@@ -306,11 +306,11 @@ impl<T: Clone + Eq + Hash> Table<T> {
 
 /// Texts. The empty text is number 0.
 #[derive(Debug)]
-pub struct Texts(pub Table<String>);
+pub(super) struct Texts(pub Table<String>);
 
 impl Texts {
     /// The number of a text, which is added if it is new.
-    pub fn number(&mut self, text: &str) -> TextId {
+    pub(super) fn number(&mut self, text: &str) -> TextId {
         if text.is_empty() {
             return 0;
         }
@@ -318,23 +318,23 @@ impl Texts {
     }
 
     /// The number of a text from a dump, which may not be UTF-8.
-    pub fn bytes(&mut self, text: &[u8]) -> TextId {
+    pub(super) fn bytes(&mut self, text: &[u8]) -> TextId {
         self.number(&String::from_utf8_lossy(text))
     }
 
     /// The number of a command line, without its secrets: an older version or another tool may have
     /// stored them.
-    pub fn command(&mut self, text: &[u8]) -> TextId {
+    pub(super) fn command(&mut self, text: &[u8]) -> TextId {
         self.number(&secrets::text(&String::from_utf8_lossy(text)))
     }
 }
 
 /// For each stack, the ranks whose main threads have it.
-pub type MainRanks = BTreeMap<u32, RankSet>;
+pub(super) type MainRanks = BTreeMap<u32, RankSet>;
 
 /// The part of a tree that leads to the given ends, in depth-first order, and the index of each end
 /// in it.
-pub fn draw(
+pub(super) fn draw(
     merged: &PrefixTree,
     ends: &[Option<NodeId>],
     main_ranks: &MainRanks,
@@ -373,7 +373,7 @@ pub fn draw(
         let parent = node.parent.and_then(|parent| places.get(&parent));
         tree.depth.push(parent.map_or(0, |&parent: &u32| tree.depth[parent as usize] + 1));
         places.insert(id, place);
-        tree.word.push(texts.number(merged.text(id)));
+        tree.name.push(texts.number(merged.text(id)));
         tree.ranks.push(number(&node.ranks, sets));
         tree.main.push(number(main.get(&id).unwrap_or(&nobody), sets));
     }

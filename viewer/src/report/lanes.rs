@@ -132,7 +132,7 @@ struct Bar {
 /// The lanes of a job. `None` if it has no timeline, or if nothing is in the window. `samples`
 /// reads the sampled stacks of a rank.
 #[must_use]
-pub fn lanes(
+pub(crate) fn lanes(
     job: &Job,
     verdict: Option<&Verdict>,
     threads: usize,

@@ -49,7 +49,7 @@ const PLUMBING: &[&[u8]] = &[
 ];
 
 /// A thread's stack with the frames of both languages, leaf first like its inputs.
-pub fn mix<'a>(native: &[Frame<'a>], python: &[Frame<'a>]) -> Vec<Frame<'a>> {
+pub(super) fn mix<'a>(native: &[Frame<'a>], python: &[Frame<'a>]) -> Vec<Frame<'a>> {
     let entries: Vec<usize> = (0..native.len()).filter(|&i| native[i].func.starts_with(EVAL)).collect();
     let (Some(&leafmost), Some(&rootmost)) = (entries.first(), entries.last()) else {
         // The unwinder did not reach the interpreter, or there is no native stack.

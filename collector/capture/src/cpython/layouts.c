@@ -259,49 +259,49 @@ int main(void) {
     AT("type_flags", PyTypeObject, tp_flags);
     AT("type_dict_offset", PyTypeObject, tp_dictoffset);
 #if PY_VERSION_HEX >= 0x030d0000
-#define TOLD(name, field) printf("        " name ": %zu,\n", offsetof(_Py_DebugOffsets, field))
+#define DEBUG_OFFSET(name, field) printf("        " name ": %zu,\n", offsetof(_Py_DebugOffsets, field))
     printf("    debug_offsets: Some(DebugOffsets {\n");
-    TOLD("runtime_finalizing", runtime_state.finalizing);
-    TOLD("runtime_interpreters", runtime_state.interpreters_head);
-    TOLD("interpreter_next", interpreter_state.next);
-    TOLD("interpreter_threads", interpreter_state.threads_head);
-    TOLD("interpreter_modules", interpreter_state.imports_modules);
-    TOLD("interpreter_gil", interpreter_state.ceval_gil);
-    TOLD("interpreter_gc", interpreter_state.gc);
-    TOLD("thread_previous", thread_state.prev);
-    TOLD("thread_next", thread_state.next);
-    TOLD("thread_interpreter", thread_state.interp);
-    TOLD("thread_id", thread_state.thread_id);
-    TOLD("thread_native_id", thread_state.native_thread_id);
-    TOLD("thread_frame", thread_state.current_frame);
-    TOLD("thread_chunk", thread_state.datastack_chunk);
-    TOLD("frame_previous", interpreter_frame.previous);
-    TOLD("frame_code", interpreter_frame.executable);
-    TOLD("frame_instruction", interpreter_frame.instr_ptr);
-    TOLD("frame_owner", interpreter_frame.owner);
-    TOLD("code_filename", code_object.filename);
-    TOLD("code_name", code_object.qualname);
-    TOLD("code_bytes", code_object.co_code_adaptive);
+    DEBUG_OFFSET("runtime_finalizing", runtime_state.finalizing);
+    DEBUG_OFFSET("runtime_interpreters", runtime_state.interpreters_head);
+    DEBUG_OFFSET("interpreter_next", interpreter_state.next);
+    DEBUG_OFFSET("interpreter_threads", interpreter_state.threads_head);
+    DEBUG_OFFSET("interpreter_modules", interpreter_state.imports_modules);
+    DEBUG_OFFSET("interpreter_gil", interpreter_state.ceval_gil);
+    DEBUG_OFFSET("interpreter_gc", interpreter_state.gc);
+    DEBUG_OFFSET("thread_previous", thread_state.prev);
+    DEBUG_OFFSET("thread_next", thread_state.next);
+    DEBUG_OFFSET("thread_interpreter", thread_state.interp);
+    DEBUG_OFFSET("thread_id", thread_state.thread_id);
+    DEBUG_OFFSET("thread_native_id", thread_state.native_thread_id);
+    DEBUG_OFFSET("thread_frame", thread_state.current_frame);
+    DEBUG_OFFSET("thread_chunk", thread_state.datastack_chunk);
+    DEBUG_OFFSET("frame_previous", interpreter_frame.previous);
+    DEBUG_OFFSET("frame_code", interpreter_frame.executable);
+    DEBUG_OFFSET("frame_instruction", interpreter_frame.instr_ptr);
+    DEBUG_OFFSET("frame_owner", interpreter_frame.owner);
+    DEBUG_OFFSET("code_filename", code_object.filename);
+    DEBUG_OFFSET("code_name", code_object.qualname);
+    DEBUG_OFFSET("code_bytes", code_object.co_code_adaptive);
 #if PY_VERSION_HEX >= 0x030e0000 && defined(Py_GIL_DISABLED)
-#define SOME_TOLD(name, field) printf("        " name ": Some(%zu),\n", offsetof(_Py_DebugOffsets, field))
-    SOME_TOLD("code_copies", code_object.co_tlbc);
+#define OPTIONAL_DEBUG_OFFSET(name, field) printf("        " name ": Some(%zu),\n", offsetof(_Py_DebugOffsets, field))
+    OPTIONAL_DEBUG_OFFSET("code_copies", code_object.co_tlbc);
 #else
     printf("        code_copies: None,\n");
 #endif
-    TOLD("code_first_line", code_object.firstlineno);
-    TOLD("code_lines", code_object.linetable);
-    TOLD("object_type", pyobject.ob_type);
-    TOLD("object_size", pyobject.size);
-    TOLD("bytes_length", bytes_object.ob_size);
-    TOLD("bytes_data", bytes_object.ob_sval);
-    TOLD("unicode_length", unicode_object.length);
-    TOLD("unicode_state", unicode_object.state);
-    TOLD("unicode_ascii_data", unicode_object.asciiobject_size);
-    TOLD("long_tag", long_object.lv_tag);
-    TOLD("long_digits", long_object.ob_digit);
-    TOLD("dict_keys", dict_object.ma_keys);
-    TOLD("dict_values", dict_object.ma_values);
-    TOLD("type_flags", type_object.tp_flags);
+    DEBUG_OFFSET("code_first_line", code_object.firstlineno);
+    DEBUG_OFFSET("code_lines", code_object.linetable);
+    DEBUG_OFFSET("object_type", pyobject.ob_type);
+    DEBUG_OFFSET("object_size", pyobject.size);
+    DEBUG_OFFSET("bytes_length", bytes_object.ob_size);
+    DEBUG_OFFSET("bytes_data", bytes_object.ob_sval);
+    DEBUG_OFFSET("unicode_length", unicode_object.length);
+    DEBUG_OFFSET("unicode_state", unicode_object.state);
+    DEBUG_OFFSET("unicode_ascii_data", unicode_object.asciiobject_size);
+    DEBUG_OFFSET("long_tag", long_object.lv_tag);
+    DEBUG_OFFSET("long_digits", long_object.ob_digit);
+    DEBUG_OFFSET("dict_keys", dict_object.ma_keys);
+    DEBUG_OFFSET("dict_values", dict_object.ma_values);
+    DEBUG_OFFSET("type_flags", type_object.tp_flags);
     printf("    }),\n");
 #else
     NONE("debug_offsets");

@@ -18,7 +18,7 @@ use crate::{
     objects::bytes::exported_symbol,
 };
 
-use super::{Layout, OFFSETS, layouts::LAYOUTS};
+use super::{InterpreterError, Layout, OFFSETS, layouts::LAYOUTS};
 
 /// The function that runs Python code. Compilers split it into parts, such as
 /// `_PyEval_EvalFrameDefault.cold`.
@@ -50,7 +50,7 @@ pub(crate) struct Runtime {
 
 impl Runtime {
     /// Finds the interpreter of an object. `None` if it has none.
-    pub fn find(elf: &ElfFile64<'_, LittleEndian>, path: &str) -> Option<Self> {
+    pub(crate) fn find(elf: &ElfFile64<'_, LittleEndian>, path: &str) -> Option<Self> {
         let mut runtime = exported_symbol(elf, RUNTIME_SYMBOL);
         let mut eval_loop = Vec::new();
         // A program that an interpreter is linked into need not export anything.
@@ -72,13 +72,13 @@ impl Runtime {
 
     /// The layout of the version that a process runs. `tid` is a thread of the process; `bias` is
     /// the object's address in the process less its address in the file.
-    pub fn layout<'a>(
+    pub(crate) fn layout<'a>(
         &self,
         tid: i32,
         elf: impl FnOnce() -> Option<ElfFile64<'a, LittleEndian>>,
         path: &str,
         bias: u64,
-    ) -> Result<Arc<Layout>, String> {
+    ) -> Result<Arc<Layout>, InterpreterError> {
         if let Some(layout) = self.layout.get() {
             return Ok(Arc::clone(layout));
         }
@@ -88,13 +88,12 @@ impl Runtime {
             Some(minor) => Some(minor),
             None => elf().and_then(|elf| minor_version(tid, &elf, path, bias)),
         };
-        let Some(minor) = minor else { return Err("the version of its CPython is unknown".into()) };
-        let layout = Arc::new(layout_of(minor, &mut memory, runtime)?);
+        let layout = Arc::new(layout_of(minor.ok_or(InterpreterError::UnknownVersion)?, &mut memory, runtime)?);
         Ok(Arc::clone(self.layout.get_or_init(|| layout)))
     }
 
     /// Whether an address in the file belongs to the interpreter's loop.
-    pub fn is_eval_loop(&self, address: u64) -> bool {
+    pub(crate) fn is_eval_loop(&self, address: u64) -> bool {
         self.eval_loop.iter().any(|range| range.contains(&address)) || self.is_unnamed_part(address)
     }
 
@@ -107,28 +106,28 @@ impl Runtime {
     }
 
     /// The name of a function that has no name in any symbol table.
-    pub fn name(&self, address: u64) -> Option<&'static str> {
+    pub(crate) fn name(&self, address: u64) -> Option<&'static str> {
         self.is_unnamed_part(address).then_some(UNNAMED_PART)
     }
 
     /// Whether the code of the loop is known.
-    pub fn has_eval_loop(&self) -> bool {
+    pub(crate) fn has_eval_loop(&self) -> bool {
         !self.eval_loop.is_empty()
     }
 
     /// Whether a part of the loop was found through stacks.
-    pub fn has_unnamed_part(&self) -> bool {
+    pub(crate) fn has_unnamed_part(&self) -> bool {
         self.unnamed_part.read().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
     /// Adds a function to the loop.
-    pub fn set_unnamed_part(&self, part: Range<u64>) {
+    pub(crate) fn set_unnamed_part(&self, part: Range<u64>) {
         *self.unnamed_part.write().unwrap_or_else(PoisonError::into_inner) = Some(part);
     }
 
     /// Whether the code at an address in the file publishes a frame. There, the state of the thread
     /// is about to change in more than one step.
-    pub fn is_publishing_frame(&self, address: u64) -> bool {
+    pub(crate) fn is_publishing_frame(&self, address: u64) -> bool {
         self.eval_loop.iter().any(|range| range.contains(&address) && address - range.start < PUBLISHING_BYTES)
     }
 }
@@ -232,24 +231,24 @@ fn debug_offsets_version(memory: &mut Snapshot, runtime: u64) -> Option<u8> {
 }
 
 /// The layout of one minor version, for the interpreter whose `_PyRuntime` is at `runtime`.
-fn layout_of(minor: u8, memory: &mut Snapshot, runtime: u64) -> Result<Layout, String> {
+fn layout_of(minor: u8, memory: &mut Snapshot, runtime: u64) -> Result<Layout, InterpreterError> {
     let has_debug_offsets = debug_offsets_version(memory, runtime) == Some(minor);
     let flag = runtime.wrapping_add(FREE_THREADED_OFFSET);
-    let free_threaded = has_debug_offsets && memory.read_u64(OFFSETS, flag).map_err(|error| error.to_string())? != 0;
+    let free_threaded = has_debug_offsets && memory.read_u64(OFFSETS, flag)? != 0;
     let name = format!("{}CPython 3.{minor}", if free_threaded { "free-threaded " } else { "" });
     let builds = || LAYOUTS.iter().filter(|layout| layout.free_threaded == free_threaded);
     let Some(layout) = builds().find(|layout| layout.minor == minor) else {
         let minors = || builds().map(|layout| layout.minor);
         let (oldest, newest) = (minors().min().unwrap_or(0), minors().max().unwrap_or(0));
-        return Err(format!("{name} is not supported, only 3.{oldest} to 3.{newest}"));
+        return Err(InterpreterError::Unsupported { name, oldest, newest });
     };
     let Some(debug_offsets) = &layout.debug_offsets else { return Ok(layout.clone()) };
     if !has_debug_offsets {
-        return Err(format!("{name} has no table of offsets"));
+        return Err(InterpreterError::NoDebugOffsets(name));
     }
-    let layout = layout.with_debug_offsets(debug_offsets, memory, runtime).map_err(|error| error.to_string())?;
+    let layout = layout.with_debug_offsets(debug_offsets, memory, runtime)?;
     let plausible = layout.offsets().into_iter().all(|offset| offset < MAX_OFFSET);
-    if plausible { Ok(layout) } else { Err(format!("{name} has a table of offsets of an unknown format")) }
+    if plausible { Ok(layout) } else { Err(InterpreterError::UnknownDebugOffsets(name)) }
 }
 
 #[cfg(test)]

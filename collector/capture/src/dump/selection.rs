@@ -28,7 +28,7 @@ pub(super) struct Processes {
 
 impl Processes {
     /// The processes that the command line selects, each once.
-    pub fn pids(&self) -> Result<Vec<i32>> {
+    pub(super) fn pids(&self) -> Result<Vec<i32>> {
         let mut pids = self.pid.clone();
         let ranked = if self.all || !self.rank.is_empty() { ranked() } else { Vec::new() };
         for rank in &self.rank {
@@ -67,7 +67,7 @@ pub(super) struct Files {
 impl Files {
     /// One file for each process, numbered by rank. If a process has no rank, or two have the same
     /// rank (of two jobs), the files are numbered by their position in the list.
-    pub fn new(folder: &Path, pids: &[i32]) -> Result<Self> {
+    pub(super) fn new(folder: &Path, pids: &[i32]) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("cannot create the folder {}", folder.display()))?;
         let ranks: Vec<Option<RankedProcess>> = pids.iter().map(|pid| rank_of(*pid)).collect();
         let largest = ranks
@@ -83,7 +83,7 @@ impl Files {
     }
 
     /// Writes the file of the process at this position in the list.
-    pub fn write(&self, index: usize, extension: &str, encode: impl FnOnce(u32) -> Vec<u8>) -> Result<PathBuf> {
+    pub(super) fn write(&self, index: usize, extension: &str, encode: impl FnOnce(u32) -> Vec<u8>) -> Result<PathBuf> {
         let rank = self.ranks[index];
         let path = self.folder.join(format!("{rank:05}-{:05}.{extension}", self.world));
         let unique = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());

@@ -253,12 +253,12 @@ fn title(thread: &PstackStacktrace, trace: Option<&PySpyStacktrace>, paint: Pain
 }
 
 fn gil(trace: &PySpyStacktrace, paint: Paint) -> String {
-    let said = match (trace.owns_gil, trace.collects_garbage) {
+    let state = match (trace.owns_gil, trace.collects_garbage) {
         (true, true) => "holds the GIL and collects garbage",
         (true, false) => "holds the GIL",
         (false, _) => return String::new(),
     };
-    format!(" {}", paint.with(YELLOW, said))
+    format!(" {}", paint.with(YELLOW, state))
 }
 
 fn body<'a>(

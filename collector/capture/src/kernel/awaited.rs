@@ -44,7 +44,7 @@ pub(crate) struct Call {
 
 impl Call {
     /// The system call in which a thread sleeps. `None` if it does not sleep in one.
-    pub fn of(syscall: &Syscall) -> Option<Self> {
+    pub(crate) fn of(syscall: &Syscall) -> Option<Self> {
         match *syscall {
             Syscall::Blocked { number, arguments: Some(arguments), .. } => Some(Call { number, arguments }),
             _ => None,

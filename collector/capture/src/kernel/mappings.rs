@@ -66,14 +66,14 @@ enum QueryResult {
 
 impl Mappings {
     /// Opens the mappings of a process through one of its live threads.
-    pub fn open(pid: i32, tid: i32) -> Result<Self, Error> {
+    pub(crate) fn open(pid: i32, tid: i32) -> Result<Self, Error> {
         let path = PathBuf::from(format!("/proc/{pid}/task/{tid}/maps"));
         let maps = File::open(&path).map_err(|source| procfs::Error { path, source })?;
         Ok(Mappings { pid, tid, maps, queried: RefCell::default(), all: OnceCell::new() })
     }
 
     /// The mapping that contains an address.
-    pub fn at(&self, address: u64) -> Option<Rc<Mapping>> {
+    pub(crate) fn at(&self, address: u64) -> Option<Rc<Mapping>> {
         let known = self.known(address);
         if known.is_some() || self.all.get().is_some() {
             return known;
@@ -92,7 +92,7 @@ impl Mappings {
     }
 
     /// The mapping that contains an address, if it is known without a query to the kernel.
-    pub fn known(&self, address: u64) -> Option<Rc<Mapping>> {
+    pub(crate) fn known(&self, address: u64) -> Option<Rc<Mapping>> {
         match self.all.get() {
             Some(all) => covering(all, address).cloned(),
             None => covering(&self.queried.borrow(), address).cloned(),
@@ -100,7 +100,7 @@ impl Mappings {
     }
 
     /// The first executable mapping of a file that contains `address` or lies above it.
-    pub fn next_executable(&self, address: u64) -> Option<Rc<Mapping>> {
+    pub(crate) fn next_executable(&self, address: u64) -> Option<Rc<Mapping>> {
         match self.query(address, COVERING_OR_NEXT_VMA | FILE_BACKED_VMA | VMA_EXECUTABLE) {
             QueryResult::Mapping(mapping) => Some(Rc::new(mapping)),
             QueryResult::None => None,
@@ -113,7 +113,7 @@ impl Mappings {
     }
 
     /// The executable mappings of files, ascending.
-    pub fn executables(&self) -> Vec<Rc<Mapping>> {
+    pub(crate) fn executables(&self) -> Vec<Rc<Mapping>> {
         let first = self.next_executable(0);
         // The loop must end even if a process maps and unmaps all the time.
         std::iter::successors(first, |last| self.next_executable(last.end).filter(|next| next.end > last.end)).collect()
@@ -121,7 +121,7 @@ impl Mappings {
 
     /// All mappings, ascending. This is slow: it takes milliseconds for a process that has loaded
     /// many libraries.
-    pub fn all(&self) -> &[Rc<Mapping>] {
+    pub(crate) fn all(&self) -> &[Rc<Mapping>] {
         self.all.get_or_init(|| {
             let mut all = procfs::maps(self.pid, self.tid).unwrap_or_default();
             all.sort_by_key(|mapping| mapping.start);

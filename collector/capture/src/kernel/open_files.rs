@@ -43,17 +43,17 @@ struct Table {
 impl OpenFiles {
     /// Reads the table if that has not been done. All searches of a capture share it, so its time
     /// counts for none of them.
-    pub fn read(&self, deadline: Instant) {
+    pub(crate) fn read(&self, deadline: Instant) {
         self.table.get_or_init(|| Table::read(deadline.min(Instant::now() + TIMEOUT)));
     }
 
     #[cfg(test)]
-    pub fn is_read(&self) -> bool {
+    pub(crate) fn is_read(&self) -> bool {
         self.table.get().is_some()
     }
 
     /// The descriptors with this link, ascending by pid, and whether there can be no others.
-    pub fn of(&self, link: &str, deadline: Instant) -> (&[Descriptor], bool) {
+    pub(crate) fn of(&self, link: &str, deadline: Instant) -> (&[Descriptor], bool) {
         self.read(deadline);
         let table = self.table.get();
         let found = table.and_then(|table| table.by_link.get(link)).map_or(&[][..], Vec::as_slice);

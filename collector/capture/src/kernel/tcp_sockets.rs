@@ -64,7 +64,7 @@ pub(crate) struct TcpSocket {
 
 impl TcpSocket {
     /// Whether it accepts connections. Then it has no peer.
-    pub fn listens(&self) -> bool {
+    pub(crate) fn listens(&self) -> bool {
         self.listens
     }
 
@@ -78,7 +78,7 @@ impl TcpSockets {
     /// The sockets of the network namespace of a process. `None` if the process is gone or belongs
     /// to another user, or after the deadline. The first search reads the table for all, so its own
     /// deadline does not cut the table short.
-    pub fn of_namespace(&self, pid: i32, deadline: Instant) -> Option<Arc<Table>> {
+    pub(crate) fn of_namespace(&self, pid: i32, deadline: Instant) -> Option<Arc<Table>> {
         if Instant::now() >= deadline {
             return None;
         }
@@ -96,7 +96,7 @@ impl TcpSockets {
 
     /// The open connections of a process. `None` if their bytes are not known: a partial sum would
     /// look like progress in the next sample.
-    pub fn of_process(&self, pid: i32, deadline: Instant) -> Option<ProcessConnections> {
+    pub(crate) fn of_process(&self, pid: i32, deadline: Instant) -> Option<ProcessConnections> {
         let inodes = socket_inodes(pid);
         if inodes.is_empty() {
             return Some(ProcessConnections::default());
@@ -135,19 +135,19 @@ pub fn connected_to_other_machines(pids: impl IntoIterator<Item = i32>, deadline
 
 impl Table {
     /// The socket with this inode.
-    pub fn socket(&self, inode: u64) -> Option<&TcpSocket> {
+    pub(crate) fn socket(&self, inode: u64) -> Option<&TcpSocket> {
         self.by_inode.get(&inode)
     }
 
     /// The inode of the other end of a connection. `None` if it is on another machine, or if the
     /// connection has not been accepted.
-    pub fn other_end(&self, socket: &TcpSocket) -> Option<u64> {
+    pub(crate) fn other_end(&self, socket: &TcpSocket) -> Option<u64> {
         let ends = || self.by_inode.iter().map(|(inode, socket)| ([socket.local, socket.remote], *inode)).collect();
         self.by_ends.get_or_init(ends).get(&[socket.remote, socket.local]).copied()
     }
 
     /// The inode of a socket that listens at an address.
-    pub fn listener(&self, address: SocketAddr) -> Option<u64> {
+    pub(crate) fn listener(&self, address: SocketAddr) -> Option<u64> {
         let accepts = |socket: &TcpSocket| {
             let local = socket.local;
             let same = local.ip() == address.ip() || local.ip().is_unspecified();

@@ -50,7 +50,7 @@ pub(crate) struct MappedObject {
 
 impl<'a> AddressSpace<'a> {
     /// Opens the address space of a process through one of its live threads.
-    pub fn open(images: &'a Images, pid: i32, tid: i32) -> Result<Self, Error> {
+    pub(crate) fn open(images: &'a Images, pid: i32, tid: i32) -> Result<Self, Error> {
         let mappings = Mappings::open(pid, tid)?;
         Ok(AddressSpace {
             images,
@@ -65,23 +65,23 @@ impl<'a> AddressSpace<'a> {
     }
 
     /// The mapping that contains an address.
-    pub fn mapping(&self, address: u64) -> Option<Rc<Mapping>> {
+    pub(crate) fn mapping(&self, address: u64) -> Option<Rc<Mapping>> {
         self.mappings.at(address)
     }
 
     /// The mapping that contains an address, if it was looked up before. While a thread is stopped,
     /// no mapping is looked up.
-    pub fn known_mapping(&self, address: u64) -> Option<Rc<Mapping>> {
+    pub(crate) fn known_mapping(&self, address: u64) -> Option<Rc<Mapping>> {
         self.mappings.known(address)
     }
 
-    pub fn is_executable(&self, address: u64) -> bool {
+    pub(crate) fn is_executable(&self, address: u64) -> bool {
         self.mapping(address).is_some_and(|mapping| mapping.executable)
     }
 
     /// The object that contains an address. `None` for anonymous memory and for files that are not
     /// available.
-    pub fn object_at(&self, address: u64) -> Object {
+    pub(crate) fn object_at(&self, address: u64) -> Object {
         if let Some((mapping, object)) = &*self.last_lookup.borrow()
             && mapping.start <= address
             && address < mapping.end
@@ -115,7 +115,7 @@ impl<'a> AddressSpace<'a> {
 
     /// Reads code from the memory of the process. Code of a file that is not available is not read,
     /// because its file system may not answer.
-    pub fn instructions(&self, address: u64, length: usize) -> Option<Vec<u8>> {
+    pub(crate) fn instructions(&self, address: u64, length: usize) -> Option<Vec<u8>> {
         let mapping = self.mapping(address).filter(|mapping| mapping.executable && mapping.readable)?;
         if !mapping.is_memory() {
             self.object_at(address)?;
@@ -125,7 +125,7 @@ impl<'a> AddressSpace<'a> {
     }
 
     /// The layout of a frame, computed from the code of its function.
-    pub fn frame_layout(&self, frame: RawFrame) -> Option<FrameLayout> {
+    pub(crate) fn frame_layout(&self, frame: RawFrame) -> Option<FrameLayout> {
         if let Some(known) = self.frame_layouts.borrow().get(&frame) {
             return *known;
         }
@@ -147,17 +147,17 @@ impl<'a> AddressSpace<'a> {
     }
 
     /// Names of the code that the process generated at run time. They are read on first use.
-    pub fn perf_map(&self) -> &PerfMap {
+    pub(crate) fn perf_map(&self) -> &PerfMap {
         self.perf_map.get_or_init(|| self.images.perf_map(self.pid).unwrap_or_default())
     }
 
     /// The executable mappings of files, ascending.
-    pub fn executables(&self) -> Vec<Rc<Mapping>> {
+    pub(crate) fn executables(&self) -> Vec<Rc<Mapping>> {
         self.mappings.executables()
     }
 
     /// The lowest executable mapping of a file. Usually it belongs to the program itself.
-    pub fn first_executable(&self) -> Option<Rc<Mapping>> {
+    pub(crate) fn first_executable(&self) -> Option<Rc<Mapping>> {
         self.mappings.next_executable(0)
     }
 }

@@ -97,7 +97,7 @@ pub(crate) struct Sample {
 
 impl Event {
     /// Prepares to sample a thread. The error is that of the kernel.
-    pub fn open(tid: i32, mode: SampleMode) -> io::Result<Self> {
+    pub(crate) fn open(tid: i32, mode: SampleMode) -> io::Result<Self> {
         let descriptor = open(tid, mode)?;
         let mut last = io::Error::from_raw_os_error(libc::ENOMEM);
         for pages in RING_PAGES {
@@ -111,7 +111,7 @@ impl Event {
 
     /// Requests one sample. Earlier samples are discarded.
     #[allow(unsafe_code)]
-    pub fn arm(&self) -> io::Result<()> {
+    pub(crate) fn arm(&self) -> io::Result<()> {
         self.position(TAIL).store(self.position(HEAD).load(Ordering::Acquire), Ordering::Release);
         let request = |number, argument: libc::c_ulong| {
             // SAFETY: both requests take a number and access no memory of this process.
@@ -125,7 +125,7 @@ impl Event {
     }
 
     /// The sample, once it was taken. An unusable sample is requested again.
-    pub fn take(&self) -> Option<Sample> {
+    pub(crate) fn take(&self) -> Option<Sample> {
         let (mut tail, head) =
             (self.position(TAIL).load(Ordering::Relaxed), self.position(HEAD).load(Ordering::Acquire));
         fence(Ordering::Acquire);

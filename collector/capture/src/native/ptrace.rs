@@ -48,7 +48,7 @@ pub(crate) struct Stop {
 impl Stop {
     /// Stops one thread. The caller must not stop a thread in uninterruptible sleep, which would
     /// never respond.
-    pub fn new(pid: i32, tid: i32, deadline: Instant, _priority: &RaisedPriority) -> Result<Self, Error> {
+    pub(crate) fn new(pid: i32, tid: i32, deadline: Instant, _priority: &RaisedPriority) -> Result<Self, Error> {
         let mut stop = Self::seize(pid, tid)?;
         stop.request(pid)?;
         stop.wait(pid, deadline)?;
@@ -56,7 +56,7 @@ impl Stop {
     }
 
     /// Prepares to stop one thread, which continues to run.
-    pub fn seize(pid: i32, tid: i32) -> Result<Self, Error> {
+    pub(crate) fn seize(pid: i32, tid: i32) -> Result<Self, Error> {
         let watchdog = HoldWatchdog::new().map_err(|source| Error::Ptrace { tid, source })?;
         nix::sys::ptrace::seize(Pid::from_raw(tid), nix::sys::ptrace::Options::empty())
             .map_err(|errno| ptrace_error(pid, tid, errno.into()))?;
@@ -64,7 +64,7 @@ impl Stop {
     }
 
     /// Requests the stop without waiting for it.
-    pub fn request(&mut self, pid: i32) -> Result<(), Error> {
+    pub(crate) fn request(&mut self, pid: i32) -> Result<(), Error> {
         if let Some(watchdog) = &self.watchdog {
             watchdog.start().map_err(|source| Error::Ptrace { tid: self.tid, source })?;
         }
@@ -73,7 +73,7 @@ impl Stop {
     }
 
     /// Whether the thread has stopped by now.
-    pub fn has_stopped(&mut self) -> Result<bool, Error> {
+    pub(crate) fn has_stopped(&mut self) -> Result<bool, Error> {
         if !self.stopped {
             let found =
                 wait_stopped(libc::P_PID, self.tid).map_err(|source| Error::Ptrace { tid: self.tid, source })?;
@@ -88,7 +88,7 @@ impl Stop {
     }
 
     /// Waits until the thread has stopped.
-    pub fn wait(&mut self, pid: i32, deadline: Instant) -> Result<(), Error> {
+    pub(crate) fn wait(&mut self, pid: i32, deadline: Instant) -> Result<(), Error> {
         let asked = Instant::now();
         while !self.has_stopped()? {
             if Instant::now() >= deadline {
@@ -113,14 +113,14 @@ impl Stop {
         Ok(())
     }
 
-    pub fn registers(&self) -> Result<Registers, Error> {
+    pub(crate) fn registers(&self) -> Result<Registers, Error> {
         let registers = nix::sys::ptrace::getregs(Pid::from_raw(self.tid))
             .map_err(|errno| Error::Ptrace { tid: self.tid, source: errno.into() })?;
         Ok(Registers::from_ptrace(&registers))
     }
 
     /// Lets the thread continue, and returns an upper bound of the time for which it was stopped.
-    pub fn release(self) -> Duration {
+    pub(crate) fn release(self) -> Duration {
         let since = self.since;
         drop(self);
         since.map_or(Duration::ZERO, |since| since.elapsed())
@@ -272,7 +272,7 @@ struct HoldWatchdog(libc::c_int);
 impl HoldWatchdog {
     /// `None` in a process that may not be killed. After an error, no thread may be stopped.
     #[allow(unsafe_code)]
-    pub fn new() -> io::Result<Option<Self>> {
+    pub(crate) fn new() -> io::Result<Option<Self>> {
         if !EXPENDABLE.load(Ordering::Relaxed) {
             return Ok(None);
         }
@@ -289,7 +289,7 @@ impl HoldWatchdog {
     }
 
     #[allow(unsafe_code)]
-    pub fn start(&self) -> io::Result<()> {
+    pub(crate) fn start(&self) -> io::Result<()> {
         let never = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         let after = libc::timespec { tv_sec: 0, tv_nsec: MAX_HOLD.as_nanos() as i64 };
         let once = libc::itimerspec { it_interval: never, it_value: after };
@@ -325,7 +325,7 @@ enum Priority {
 impl RaisedPriority {
     /// Without the privilege to change it, the priority stays as it is.
     #[allow(unsafe_code)]
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         let first = libc::sched_param { sched_priority: 1 };
         let mut usual = libc::sched_param { sched_priority: 0 };
         // SAFETY: the parameters are valid for reading and writing. 0 is the calling thread, also

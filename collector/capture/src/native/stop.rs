@@ -41,7 +41,7 @@ impl Thread {
     /// Stops the thread, takes its stack and runs `action` during the stop. If the copy is too
     /// small, the thread is stopped again; the last time counts. On failure, the previous state
     /// remains, with the reason.
-    pub fn stop(
+    pub(crate) fn stop(
         &mut self,
         pid: i32,
         space: &AddressSpace<'_>,

@@ -92,7 +92,7 @@ impl<E: Into<Error>> From<E> for ReadFailure {
 
 impl Thread {
     /// Reads the state of a thread from `/proc`, without its stack.
-    pub fn describe(pid: i32, tid: i32) -> Result<Self, Error> {
+    pub(crate) fn describe(pid: i32, tid: i32) -> Result<Self, Error> {
         let mut thread = Thread { tid, status: procfs::status(pid, tid)?, ..Thread::default() };
         thread.method = CaptureMethod::KernelOnly;
         thread.cpu_time_ns = Schedule::of(pid, tid).cpu_ns;
@@ -101,7 +101,7 @@ impl Thread {
     }
 
     /// The thread, to find what it waits for.
-    pub fn sleeper(&self) -> Sleeper<'_> {
+    pub(crate) fn sleeper(&self) -> Sleeper<'_> {
         Sleeper { tid: self.tid, name: &self.status.name, wchan: &self.wchan, call: self.call }
     }
 
@@ -115,7 +115,7 @@ impl Thread {
     }
 
     /// Reads the state of a thread, and its stack if it sleeps. `None` if it has ended.
-    pub fn read(
+    pub(crate) fn read(
         pid: i32,
         tid: i32,
         space: &AddressSpace<'_>,
@@ -176,7 +176,7 @@ impl Thread {
     ///
     /// # Errors
     /// The thread has ended.
-    pub fn still_sleeps(&self, pid: i32) -> Result<bool, procfs::Error> {
+    pub(crate) fn still_sleeps(&self, pid: i32) -> Result<bool, procfs::Error> {
         // Reading its status takes the kernel three times as long.
         if self.runs > 0
             && let Some(now) = procfs::schedstat(pid, self.tid)
@@ -189,7 +189,7 @@ impl Thread {
     /// Reads the stack of a thread that may sleep for a short time only: memory is copied at once
     /// and unwound afterwards. Runs `action` while the thread sleeps, and again if the copy was too
     /// small; the last time counts.
-    pub fn read_short_sleep(
+    pub(crate) fn read_short_sleep(
         &mut self,
         pid: i32,
         space: &AddressSpace<'_>,
@@ -251,7 +251,7 @@ impl Thread {
     }
 
     /// Stores a sample that the kernel took while the thread ran.
-    pub fn store_sample(
+    pub(crate) fn store_sample(
         &mut self,
         pid: i32,
         sample: Sample,
@@ -283,7 +283,7 @@ impl Thread {
     }
 
     /// Adds a reason why the stack is incomplete.
-    pub fn add_reason(&mut self, reason: &str) {
+    pub(crate) fn add_reason(&mut self, reason: &str) {
         if !self.incomplete.is_empty() {
             self.incomplete.push_str("; ");
         }
@@ -392,7 +392,7 @@ pub(super) struct CopyBuffers {
 }
 
 impl CopyBuffers {
-    pub fn new(limit: usize, wanted: &[u64]) -> Self {
+    pub(super) fn new(limit: usize, wanted: &[u64]) -> Self {
         // The first write to fresh memory costs a page fault, which would otherwise happen during
         // the stop.
         CopyBuffers {
@@ -403,7 +403,13 @@ impl CopyBuffers {
     }
 
     /// Copies the stack from `sp` upwards, and a range at each wanted address.
-    pub fn fill(self, tid: i32, sp: u64, space: &AddressSpace<'_>, wanted: &[u64]) -> Result<Vec<Region>, Error> {
+    pub(super) fn fill(
+        self,
+        tid: i32,
+        sp: u64,
+        space: &AddressSpace<'_>,
+        wanted: &[u64],
+    ) -> Result<Vec<Region>, Error> {
         let mut regions = self.regions;
         regions.push(Region::read_stack(tid, sp, space.known_mapping(sp).as_deref(), self.stack)?);
         for (address, buffer) in wanted.iter().zip(self.pieces) {

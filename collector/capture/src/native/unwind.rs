@@ -42,7 +42,7 @@ pub(crate) enum End {
 
 impl End {
     /// The reason as text for a person; empty for a complete stack.
-    pub fn describe(&self) -> String {
+    pub(super) fn describe(&self) -> String {
         match self {
             End::Root => String::new(),
             End::Memory(address) => format!("memory at {address:#x} could not be read"),
@@ -174,47 +174,77 @@ fn step_by_rules(
     }
 }
 
-/// Steps through code without call frame information: generated at run time, or assembly. The chain
-/// of frame pointers may continue.
+/// Steps through code without call frame information: generated at run time, or assembly.
 fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_>, space: &AddressSpace<'_>) -> Step {
     if is_new_thread(frame, registers, space) {
         return Err(End::Root);
     }
-    let mut caller = registers.preserved();
-    let sp = registers.sp();
-    if let Some(code) = space.instructions(frame.pc, epilogue::MAX_CODE_BYTES)
-        && let Some(caller) = epilogue::caller_registers(&code, registers, |address| memory.read_number(address, 8))
-        && space.is_executable(caller.pc())
-        && let Some(before) =
-            space.instructions(caller.pc().wrapping_sub(epilogue::MAX_CALL_BYTES as u64), epilogue::MAX_CALL_BYTES)
-        && epilogue::ends_with_call(&before)
-    {
+    if let Some(caller) = caller_by_epilogue(frame, registers, memory, space) {
         return Ok((caller, false));
     }
     if frame.exact && !space.is_executable(frame.pc) {
-        // A call through a bad pointer has pushed only its return address.
-        let pc = memory.read_number(sp, 8).ok_or(End::Memory(sp))?;
-        if space.is_executable(pc) {
-            caller.set(PC, pc);
-            caller.set(STACK_POINTER, sp.wrapping_add(8));
-            return Ok((caller, false));
-        }
+        return step_out_of_bad_call(frame, registers, memory, space);
+    }
+    match registers.get(FRAME_POINTER) {
+        Some(fp) => step_by_frame_pointer(fp, frame, registers, memory, space),
+        None => step_by_code(frame, registers, memory, space),
+    }
+}
+
+/// The registers of the caller if the function is about to return: its next instructions restore
+/// them, and the return address follows a call.
+fn caller_by_epilogue(
+    frame: RawFrame,
+    registers: &Registers,
+    memory: &Memory<'_>,
+    space: &AddressSpace<'_>,
+) -> Option<Registers> {
+    let code = space.instructions(frame.pc, epilogue::MAX_CODE_BYTES)?;
+    let caller = epilogue::caller_registers(&code, registers, |address| memory.read_number(address, 8))?;
+    if !space.is_executable(caller.pc()) {
+        return None;
+    }
+    let call = caller.pc().wrapping_sub(epilogue::MAX_CALL_BYTES as u64);
+    let before = space.instructions(call, epilogue::MAX_CALL_BYTES)?;
+    epilogue::ends_with_call(&before).then_some(caller)
+}
+
+/// A call through a bad pointer has pushed only its return address.
+fn step_out_of_bad_call(frame: RawFrame, registers: &Registers, memory: &Memory<'_>, space: &AddressSpace<'_>) -> Step {
+    let sp = registers.sp();
+    let pc = memory.read_number(sp, 8).ok_or(End::Memory(sp))?;
+    if !space.is_executable(pc) {
         return Err(End::NoRules(frame.pc));
     }
-    let Some(fp) = registers.get(FRAME_POINTER) else {
-        let (layout, cfa) = layout_by_code(frame, registers, memory, space).ok_or(End::Register(FRAME_POINTER))?;
-        caller.set_optional(
-            FRAME_POINTER,
-            layout.saved_fp.and_then(|at| memory.read_number(cfa.wrapping_add_signed(at), 8)),
-        );
-        caller.set_optional(PC, memory.read_number(cfa.wrapping_sub(8), 8));
-        caller.set(STACK_POINTER, cfa);
-        return Ok((caller, false));
-    };
+    let mut caller = registers.preserved();
+    caller.set(PC, pc);
+    caller.set(STACK_POINTER, sp.wrapping_add(8));
+    Ok((caller, false))
+}
+
+/// The frame pointer is unknown, so the instructions of the function show the layout of its frame.
+fn step_by_code(frame: RawFrame, registers: &Registers, memory: &Memory<'_>, space: &AddressSpace<'_>) -> Step {
+    let (layout, cfa) = layout_by_code(frame, registers, memory, space).ok_or(End::Register(FRAME_POINTER))?;
+    let mut caller = registers.preserved();
+    caller
+        .set_optional(FRAME_POINTER, layout.saved_fp.and_then(|at| memory.read_number(cfa.wrapping_add_signed(at), 8)));
+    caller.set_optional(PC, memory.read_number(cfa.wrapping_sub(8), 8));
+    caller.set(STACK_POINTER, cfa);
+    Ok((caller, false))
+}
+
+/// The chain of frame pointers may continue.
+fn step_by_frame_pointer(
+    fp: u64,
+    frame: RawFrame,
+    registers: &Registers,
+    memory: &Memory<'_>,
+    space: &AddressSpace<'_>,
+) -> Step {
     if fp == 0 {
         return Err(End::Root);
     }
-    if fp < sp || !fp.is_multiple_of(8) {
+    if fp < registers.sp() || !fp.is_multiple_of(8) {
         return Err(End::NoRules(frame.pc));
     }
     let above = fp.wrapping_add(8);
@@ -222,6 +252,7 @@ fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_
     if pc != 0 && !space.is_executable(pc) {
         return Err(End::NoRules(frame.pc));
     }
+    let mut caller = registers.preserved();
     caller.set_optional(FRAME_POINTER, memory.read_number(fp, 8));
     caller.set(PC, pc);
     caller.set(STACK_POINTER, fp.wrapping_add(16));
@@ -322,17 +353,17 @@ pub(crate) struct Memory<'a> {
 
 impl<'a> Memory<'a> {
     /// The memory of a sleeping thread, copied on demand.
-    pub fn on_demand(tid: i32, space: &'a AddressSpace<'a>) -> Self {
+    pub(super) fn on_demand(tid: i32, space: &'a AddressSpace<'a>) -> Self {
         Memory { regions: RefCell::default(), source: Some((tid, space)), highest_read: Cell::new(0) }
     }
 
     /// Only these copies.
-    pub fn from_copies(regions: Vec<Region>) -> Self {
+    pub(super) fn from_copies(regions: Vec<Region>) -> Self {
         Memory { regions: RefCell::new(regions), source: None, highest_read: Cell::new(0) }
     }
 
     /// Reads an unsigned number of `size` bytes, at most 8.
-    pub fn read_number(&self, address: u64, size: usize) -> Option<u64> {
+    pub(super) fn read_number(&self, address: u64, size: usize) -> Option<u64> {
         let known = self.copied(address, size);
         known.or_else(|| self.fetch(address).and_then(|()| self.copied(address, size)))
     }
@@ -376,14 +407,14 @@ impl<'a> Memory<'a> {
     }
 
     /// Number of bytes from the start of the stack to the end of the highest number that was read.
-    pub fn stack_length(&self) -> usize {
+    pub(super) fn stack_length(&self) -> usize {
         let regions = self.regions.borrow();
         let length = |stack: &Region| usize::try_from(self.highest_read.get().saturating_sub(stack.start)).unwrap_or(0);
         regions.first().map_or(0, |stack| length(stack).min(stack.bytes.len()))
     }
 
     /// Copies the stack of a thread from `sp` upwards, as many bytes as most stacks have.
-    pub fn fetch_stack(&self, sp: u64) -> Result<(), Error> {
+    pub(super) fn fetch_stack(&self, sp: u64) -> Result<(), Error> {
         let Some((tid, space)) = self.source else { return Ok(()) };
         let mapping = space.mapping(sp);
         self.regions.borrow_mut().push(Region::read_stack(tid, sp, mapping.as_deref(), vec![0; RANGE_BYTES])?);

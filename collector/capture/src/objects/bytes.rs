@@ -37,12 +37,12 @@ impl Deref for Bytes {
 
 impl Bytes {
     /// Maps a whole file.
-    pub fn from_file(file: &File) -> std::io::Result<Self> {
+    pub(crate) fn from_file(file: &File) -> std::io::Result<Self> {
         MappedFile::new(file).map(Bytes::File)
     }
 
     /// Whether a page of the file was missing when it was read.
-    pub fn has_missing_pages(&self) -> bool {
+    pub(crate) fn has_missing_pages(&self) -> bool {
         matches!(self, Bytes::File(map) if map.has_missing_pages())
     }
 }
@@ -76,7 +76,7 @@ pub(crate) enum SectionBytes {
 pub(crate) struct Budget(Cell<u64>);
 
 impl Budget {
-    pub fn new(bytes: u64) -> Self {
+    pub(crate) fn new(bytes: u64) -> Self {
         Budget(Cell::new(bytes))
     }
 
@@ -89,7 +89,7 @@ impl Budget {
 impl SectionBytes {
     /// The bytes of a section. `None` if there is no such section, if its decompressed size exceeds
     /// the rest of the budget, or if it is shorter than its header declares.
-    pub fn of(elf: &Elf<'_>, name: &str, budget: &Budget) -> Option<Self> {
+    pub(crate) fn of(elf: &Elf<'_>, name: &str, budget: &Budget) -> Option<Self> {
         let section = elf.section_by_name(name).filter(|section| section.size() > 0)?;
         let place = section.compressed_file_range().ok()?;
         if place.format == object::CompressionFormat::None {
@@ -102,7 +102,7 @@ impl SectionBytes {
     }
 
     /// The bytes of the section. `file` is the file that the section was found in.
-    pub fn in_file<'a>(&'a self, file: &'a [u8]) -> &'a [u8] {
+    pub(crate) fn in_file<'a>(&'a self, file: &'a [u8]) -> &'a [u8] {
         match self {
             SectionBytes::InFile(range) => &file[range.clone()],
             SectionBytes::Decompressed(bytes) => bytes,

@@ -107,7 +107,7 @@ impl UnwindRow {
 }
 
 impl Image {
-    pub fn from_file(file: &File, path: &str, root: PathBuf, remote: bool) -> Result<Self, Error> {
+    pub(crate) fn from_file(file: &File, path: &str, root: PathBuf, remote: bool) -> Result<Self, Error> {
         let failed = |error: std::io::Error| Error::Image { path: path.into(), reason: error.to_string() };
         let mut image = Self::parse(Bytes::from_file(file).map_err(failed)?, path, root)?;
         image.remote = remote;
@@ -121,7 +121,7 @@ impl Image {
 
     /// Whether the file was modified since it was opened. Then the bytes read so far may be a
     /// mixture of two versions.
-    pub fn has_changed(&self) -> bool {
+    pub(crate) fn has_changed(&self) -> bool {
         let Bytes::File(map) = &self.bytes else { return false };
         let path = self.path.strip_suffix(" (deleted)").unwrap_or(&self.path);
         // Do not query a file system that may not answer.
@@ -133,12 +133,12 @@ impl Image {
     }
 
     /// Whether its file system may not answer.
-    pub fn is_remote(&self) -> bool {
+    pub(crate) fn is_remote(&self) -> bool {
         self.remote
     }
 
     /// Whether the image is known to differ from its file.
-    pub fn is_stale(&self) -> bool {
+    pub(crate) fn is_stale(&self) -> bool {
         self.bytes.has_missing_pages() || self.stale.load(Ordering::Relaxed)
     }
 
@@ -157,7 +157,7 @@ impl Image {
         Ok(())
     }
 
-    pub fn parse(bytes: Bytes, path: &str, root: PathBuf) -> Result<Self, Error> {
+    pub(crate) fn parse(bytes: Bytes, path: &str, root: PathBuf) -> Result<Self, Error> {
         let failed = |reason: String| Error::Image { path: path.into(), reason };
         let elf = Elf::parse(&*bytes).map_err(|error| failed(error.to_string()))?;
         let endian = elf.endian();
@@ -205,7 +205,7 @@ impl Image {
     /// Difference between an address in the process and the address in the file, for one mapping of
     /// the object. Segments need not start at a page, and two segments may share one. So the
     /// segment whose first page is the mapping's first page decides.
-    pub fn bias(&self, mapping: &Mapping) -> Option<u64> {
+    pub(crate) fn bias(&self, mapping: &Mapping) -> Option<u64> {
         let first_page = |load: &&Load| load.offset & !0xfff == mapping.offset;
         let within = |load: &&Load| {
             load.offset & !0xfff <= mapping.offset && mapping.offset < load.offset.saturating_add(load.size)
@@ -238,7 +238,7 @@ impl Image {
     }
 
     /// The unwind rules at `address`. `None` if no table covers it.
-    pub fn row(&self, address: u64, context: &mut UnwindContext<usize>) -> Option<Arc<UnwindRow>> {
+    pub(crate) fn row(&self, address: u64, context: &mut UnwindContext<usize>) -> Option<Arc<UnwindRow>> {
         if let Some(known) = self.rows.read().unwrap_or_else(PoisonError::into_inner).get(&address) {
             return known.clone();
         }
@@ -257,7 +257,7 @@ impl Image {
 
     /// Range of the function that contains an address, from the unwind tables. Compilers may split
     /// one function of the source into several such ranges.
-    pub fn function(&self, address: u64) -> Option<Range<u64>> {
+    pub(crate) fn function(&self, address: u64) -> Option<Range<u64>> {
         let bases = self.bases();
         let eh_frame = EhFrame::new(self.slice(self.eh_frame.as_ref()?), LittleEndian);
         let fde = match self.eh_frame_table(&bases, &eh_frame, address) {
@@ -269,7 +269,7 @@ impl Image {
     }
 
     /// Range of the function that contains an address, from the symbol tables.
-    pub fn symbol(&self, address: u64) -> Option<Range<u64>> {
+    pub(crate) fn symbol(&self, address: u64) -> Option<Range<u64>> {
         use object::{Object, ObjectSymbol};
         let elf = self.elf()?;
         let mut symbols = elf.dynamic_symbols().chain(elf.symbols()).filter(ObjectSymbol::is_definition);
@@ -280,17 +280,17 @@ impl Image {
     }
 
     /// Number of cached rows.
-    pub fn row_count(&self) -> usize {
+    pub(crate) fn row_count(&self) -> usize {
         self.rows.read().unwrap_or_else(PoisonError::into_inner).len()
     }
 
     /// Clears the cache of rows.
-    pub fn forget_rows(&self) {
+    pub(crate) fn forget_rows(&self) {
         *self.rows.write().unwrap_or_else(PoisonError::into_inner) = HashMap::new();
     }
 
     /// Bytes of the object's own copy. The pages of a mapped file belong to the system's cache.
-    pub fn copied_bytes(&self) -> usize {
+    pub(crate) fn copied_bytes(&self) -> usize {
         match &self.bytes {
             Bytes::File(_) => 0,
             Bytes::Memory(bytes) => bytes.len(),
@@ -358,7 +358,7 @@ impl Image {
     }
 
     /// The bytes of an expression in a rule.
-    pub fn expression(
+    pub(crate) fn expression(
         &self,
         expression: &gimli::UnwindExpression<usize>,
         section: RuleSection,
@@ -372,23 +372,23 @@ impl Image {
     }
 
     /// The separate debug file of the object. `None` if it has none.
-    pub fn debug_file(&self) -> Option<Bytes> {
+    pub(crate) fn debug_file(&self) -> Option<Bytes> {
         debug_file::debug_file(self.elf().as_ref(), &self.path, self.build_id.as_deref(), &self.root)
     }
 
     /// The CPython in the object. `None` if it has none.
-    pub fn python(&self) -> Option<Arc<Runtime>> {
+    pub(crate) fn python(&self) -> Option<Arc<Runtime>> {
         self.python.get_or_init(|| Runtime::find(&self.elf()?, &self.path).map(Arc::new)).clone()
     }
 
     /// The CPython in the object, if [`Image::python`] has found one.
-    pub fn known_python(&self) -> Option<&Runtime> {
+    pub(crate) fn known_python(&self) -> Option<&Runtime> {
         self.python.get()?.as_deref()
     }
 
     /// Parses the headers. Each call parses anew, which takes a few microseconds and borrows
     /// nothing.
-    pub fn elf(&self) -> Option<Elf<'_>> {
+    pub(crate) fn elf(&self) -> Option<Elf<'_>> {
         ElfFile64::<object::LittleEndian>::parse(&*self.bytes).ok()
     }
 }

@@ -69,7 +69,7 @@ impl Version {
 
 impl MappedFile {
     /// Maps a whole file.
-    pub fn new(file: &File) -> io::Result<Self> {
+    pub(crate) fn new(file: &File) -> io::Result<Self> {
         static HANDLER: Once = Once::new();
         HANDLER.call_once(install_handler);
         let version = Version::of(&file.metadata()?);
@@ -93,20 +93,20 @@ impl MappedFile {
     }
 
     /// Whether a page was missing when it was read.
-    pub fn has_missing_pages(&self) -> bool {
+    pub(crate) fn has_missing_pages(&self) -> bool {
         self.slot.damaged.load(Ordering::Acquire)
     }
 
     /// Whether the bytes read so far may be a mixture: the file was modified since it was mapped,
     /// or a page of it was missing. `now` describes the file that has its path today. If that is
     /// another file, as a package manager leaves it, the mapped file has not changed.
-    pub fn has_changed(&self, now: &Metadata) -> bool {
+    pub(crate) fn has_changed(&self, now: &Metadata) -> bool {
         let now = Version::of(now);
         self.has_missing_pages() || (now.file == self.version.file && now.content != self.version.content)
     }
 
     /// Reads the pages of a range now, where a failure is reported as an error.
-    pub fn populate(&self, start: usize, size: usize) -> io::Result<()> {
+    pub(crate) fn populate(&self, start: usize, size: usize) -> io::Result<()> {
         match self.map.advise_range(memmap2::Advice::PopulateRead, start, size) {
             // Linux before 5.14 has no such request. Then the pages are read on first use.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),

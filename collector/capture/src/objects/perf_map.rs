@@ -26,7 +26,7 @@ pub(crate) struct PerfMap {
 
 impl PerfMap {
     /// Reads the map that a process has written; empty if there is none.
-    pub fn of(pid: i32) -> Self {
+    pub(crate) fn of(pid: i32) -> Self {
         Self::read(pid).unwrap_or_default()
     }
 
@@ -70,19 +70,19 @@ impl PerfMap {
 
     /// The start and the name of each function.
     #[cfg(feature = "fuzz")]
-    pub fn functions(&self) -> impl Iterator<Item = (u64, &str)> {
+    pub(crate) fn functions(&self) -> impl Iterator<Item = (u64, &str)> {
         self.functions.iter().map(|(addresses, name)| (addresses.start, &self.text[name.clone()]))
     }
 
     /// The name of the function at an address. Memory may be reused, so the last line for an
     /// address counts.
-    pub fn find(&self, address: u64) -> Option<&str> {
+    pub(crate) fn find(&self, address: u64) -> Option<&str> {
         let (_, name) = self.entry(address)?;
         self.text.get(name.clone())
     }
 
     /// The range of the function at an address.
-    pub fn function(&self, address: u64) -> Option<Range<u64>> {
+    pub(crate) fn function(&self, address: u64) -> Option<Range<u64>> {
         self.entry(address).map(|(addresses, _)| addresses.clone())
     }
 

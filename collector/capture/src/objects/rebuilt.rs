@@ -58,7 +58,7 @@ struct Section {
 
 impl Headers {
     /// Reads the headers of the object whose first byte is mapped at `start`.
-    pub fn read(tid: i32, start: u64) -> Option<Self> {
+    pub(super) fn read(tid: i32, start: u64) -> Option<Self> {
         let mut bytes = vec![0; MAX_HEADER_BYTES];
         let read = memory::read(tid, start, &mut bytes).ok()?;
         bytes.truncate(read);
@@ -75,7 +75,7 @@ impl Headers {
     }
 
     /// Builds an ELF file with the tables that are in memory.
-    pub fn rebuild(&self) -> Vec<u8> {
+    pub(super) fn rebuild(&self) -> Vec<u8> {
         let mut sections = vec![Section::new(b"", 0, 0, Vec::new())];
         for note in self.program_headers_of(PT_NOTE) {
             let bytes = self.copy(note.p_vaddr(LE), note.p_memsz(LE));

@@ -53,7 +53,7 @@ pub(crate) struct FileSystems {
 impl FileSystems {
     /// Whether requests to the file system of a device may wait for something outside this
     /// machine's kernel.
-    pub fn is_remote(&self, pid: i32, device: Device) -> bool {
+    pub(crate) fn is_remote(&self, pid: i32, device: Device) -> bool {
         if device.0 != 0 {
             return false;
         }
@@ -71,7 +71,7 @@ impl FileSystems {
     /// Does work that may wait for a remote file system, on a thread that is abandoned after a
     /// timeout. Returns `None` after the timeout, and immediately while an earlier request still
     /// waits.
-    pub fn run_with_timeout<T: Send + 'static>(
+    pub(crate) fn run_with_timeout<T: Send + 'static>(
         self: &Arc<Self>,
         device: Device,
         source: Source,

@@ -7,6 +7,7 @@
 use std::{
     cell::OnceCell,
     collections::{HashMap, HashSet},
+    fmt::Display,
     time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -190,17 +191,18 @@ impl Capture<'_> {
                 })?;
                 Ok(Some((python, known)))
             });
-        let found = found.unwrap_or_else(|reason| {
-            self.python_error(reason);
+        let found = found.unwrap_or_else(|error| {
+            self.python_error(&error);
             None
         });
         if found.as_ref().is_some_and(|(python, _)| python.is_finalizing()) {
-            self.python_error("its interpreter is shutting down".into());
+            self.python_error(&"its interpreter is shutting down");
         }
         found
     }
 
-    fn python_error(&mut self, reason: String) {
+    fn python_error(&mut self, reason: &dyn Display) {
+        let reason = reason.to_string();
         self.process.sample.errors.push(Error::Python { pid: self.pid, reason }.to_string());
     }
 
@@ -382,7 +384,7 @@ impl Capture<'_> {
         for thread in python_threads {
             // Changing inner frames of a running thread are not an error.
             if let Some(incomplete_reason) = thread.incomplete_reason().filter(|_| !thread.stack.is_cut) {
-                self.python_error(format!("thread {}: {incomplete_reason}", thread.tid));
+                self.python_error(&format_args!("thread {}: {incomplete_reason}", thread.tid));
             }
             let status = threads.iter().find(|native| native.tid == thread.tid).map(|native| &native.status);
             let (trace, entries) = thread.finish(self.pid, status.is_some_and(|status| status.letter() == b'R'));

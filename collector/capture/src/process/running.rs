@@ -90,7 +90,12 @@ struct WatchedThread<'t> {
 
 impl RunningThreads<'_> {
     /// Takes the stacks of the threads with these ids. Returns the ids of those that have ended.
-    pub fn take(&mut self, tids: &[i32], threads: &mut [Thread], python_threads: &mut [PythonThread]) -> Vec<i32> {
+    pub(super) fn take(
+        &mut self,
+        tids: &[i32],
+        threads: &mut [Thread],
+        python_threads: &mut [PythonThread],
+    ) -> Vec<i32> {
         let mut python_of: HashMap<i32, &mut PythonThread> =
             python_threads.iter_mut().map(|thread| (thread.tid, thread)).collect();
         let mut watched_threads: Vec<WatchedThread<'_>> = threads

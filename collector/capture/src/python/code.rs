@@ -84,7 +84,7 @@ pub(super) struct CodeCache {
 
 impl CodeCache {
     /// The code object at an address.
-    pub fn get(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Arc<Code>, ReadError> {
+    pub(super) fn get(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Arc<Code>, ReadError> {
         if let Some(known) = self.known.get(&address) {
             return known.clone();
         }
@@ -94,7 +94,7 @@ impl CodeCache {
     }
 
     /// The frame at an instruction of a code object. `None` for code that is in no file.
-    pub fn frame(
+    pub(super) fn frame(
         &mut self,
         memory: &mut Snapshot,
         layout: &Layout,
@@ -113,7 +113,7 @@ impl CodeCache {
     }
 
     /// Reads the code object at an address, even if it was read before.
-    pub fn read(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Code, ReadError> {
+    pub(super) fn read(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Code, ReadError> {
         let class = memory.read_u64(CODE, address.wrapping_add(layout.object_type))?;
         if !self.types.contains(&class) {
             // The name of a type is a C string. It is the first field after the object's header and
@@ -176,7 +176,7 @@ pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[Interprete
 
 impl Code {
     /// The path of its file.
-    pub fn file(&self) -> &str {
+    pub(super) fn file(&self) -> &str {
         &self.file
     }
 
@@ -195,13 +195,13 @@ impl Code {
     }
 
     /// Whether the line of a frame with this last instruction is known.
-    pub fn locates(&self, layout: &Layout, instruction: u64) -> bool {
+    pub(super) fn locates(&self, layout: &Layout, instruction: u64) -> bool {
         self.offset(layout, instruction).is_some()
     }
 
     /// The frame that runs this code. `None` for code that is in no file. The line is 0 if the
     /// instruction is in no copy that is known.
-    pub fn frame(&self, layout: &Layout, instruction: u64) -> Option<PySpyFrame> {
+    pub(super) fn frame(&self, layout: &Layout, instruction: u64) -> Option<PySpyFrame> {
         let offset = self.offset(layout, instruction);
         let line = offset.map_or(0, |offset| line(layout.minor, &self.lines, self.first_line, offset));
         if self.name == CLEANUP_NAME && self.file == CLEANUP_NAME && line == 0 {

@@ -33,7 +33,7 @@ pub(crate) struct StoppedCopy<'a> {
 impl<'a> StoppedCopy<'a> {
     /// Reads the current stack of a thread to learn which pages to copy during the stop. `missing`
     /// are pages that an earlier copy lacked.
-    pub fn prepare(python: &'a PythonReader, thread: &'a PythonThread, missing: &[u64]) -> Self {
+    pub(crate) fn prepare(python: &'a PythonReader, thread: &'a PythonThread, missing: &[u64]) -> Self {
         let layout = &python.location.layout;
         // A running thread mostly keeps using the same memory.
         let mut memory = Snapshot::new(python.live_tid);
@@ -57,7 +57,7 @@ impl<'a> StoppedCopy<'a> {
 
     /// Copies the pages. Call this while the thread is stopped, and again whenever it is stopped
     /// again.
-    pub fn take(&mut self) {
+    pub(crate) fn take(&mut self) {
         self.memory.fill();
         self.taken = true;
         self.chains = None;
@@ -73,7 +73,7 @@ impl<'a> StoppedCopy<'a> {
 
     /// The stack, and the pages that the copy lacked. Call this when the thread runs again. `None`
     /// if it was never stopped.
-    pub fn finish(mut self) -> Option<(Stack, Vec<u64>)> {
+    pub(crate) fn finish(mut self) -> Option<(Stack, Vec<u64>)> {
         if !self.taken {
             return None;
         }

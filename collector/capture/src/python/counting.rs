@@ -161,7 +161,7 @@ struct CountReader {
 
 impl CountReader {
     /// Prepares to read the counts of an interpreter.
-    pub fn new(python: PythonReader) -> Self {
+    pub(crate) fn new(python: PythonReader) -> Self {
         CountReader {
             live_tid: python.live_tid,
             runtime: python.location.address,
@@ -173,7 +173,7 @@ impl CountReader {
     /// The number of garbage collections, and the number of batches that data loaders have yielded,
     /// if there are any. `None` if the interpreter is no longer readable. Unknown data loaders are
     /// found only by a search.
-    pub fn read(&mut self, search: bool) -> Option<(u64, Option<u64>)> {
+    pub(crate) fn read(&mut self, search: bool) -> Option<(u64, Option<u64>)> {
         let interpreters = threads::interpreters(self.live_tid, &self.layout, self.runtime).ok()?;
         let collections = threads::collections(self.live_tid, &self.layout, self.runtime, &interpreters)?;
         self.loaders.update(self.live_tid, &self.layout);
@@ -289,12 +289,12 @@ enum ObjectKind {
 
 impl DataLoaders {
     /// The number of batches of all iterators that were found. `None` if there was none.
-    pub fn yielded(&self) -> Option<u64> {
+    pub(crate) fn yielded(&self) -> Option<u64> {
         self.found.then_some(self.yielded)
     }
 
     /// Reads the known iterators. Forgets those that were freed or have become something else.
-    pub fn update(&mut self, tid: i32, layout: &Layout) {
+    pub(crate) fn update(&mut self, tid: i32, layout: &Layout) {
         let memory = &mut Snapshot::new(tid);
         let (classes, yielded) = (&mut self.classes, &mut self.yielded);
         self.known.retain(|address, last| {
@@ -312,7 +312,7 @@ impl DataLoaders {
     }
 
     /// Searches for unknown iterators.
-    pub fn search(&mut self, tid: i32, layout: &Layout, interpreters: &[InterpreterState]) {
+    pub(crate) fn search(&mut self, tid: i32, layout: &Layout, interpreters: &[InterpreterState]) {
         let memory = &mut Snapshot::new(tid);
         let threads = interpreters.iter().flat_map(|interpreter| &interpreter.threads);
         frames::fetch(memory, layout, threads.clone());

@@ -51,7 +51,7 @@ pub(super) struct FrameWords {
 
 impl FrameWords {
     /// Parses the first [`Layout::frame_size`] bytes of a frame.
-    pub fn parse(layout: &Layout, bytes: &[u8]) -> Self {
+    pub(super) fn parse(layout: &Layout, bytes: &[u8]) -> Self {
         let entry = match (layout.frame_is_entry, layout.minor) {
             (Some(offset), _) => number(bytes, offset, 1) != 0,
             (None, minor) => minor < 12,
@@ -233,14 +233,14 @@ impl Stack {
     }
 
     /// An empty stack, for this reason.
-    pub fn unknown(reason: &str) -> Self {
+    pub(crate) fn unknown(reason: &str) -> Self {
         Stack { problem: Some(reason.into()), ..Stack::default() }
     }
 
     /// The frames that two reads of a running thread agree on: from the root on, up to the first
     /// frame that differs or has a different current instruction. `None` if one of the reads does
     /// not reach the root.
-    pub fn common_frames(before: &Stack, mut after: Stack) -> Option<Stack> {
+    pub(crate) fn common_frames(before: &Stack, mut after: Stack) -> Option<Stack> {
         if before.problem.is_some() || after.problem.is_some() {
             return None;
         }
@@ -271,7 +271,7 @@ impl Stack {
     }
 
     /// Number of reported frames.
-    pub fn frame_count(&self) -> usize {
+    pub(crate) fn frame_count(&self) -> usize {
         self.frames.len()
     }
 }

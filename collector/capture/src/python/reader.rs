@@ -14,7 +14,7 @@ use xpu_timer_proto::{
 
 use crate::{
     cpython::{
-        Layout,
+        InterpreterError, Layout,
         runtime::{Runtime, file_name},
     },
     memory::{ReadError, Snapshot},
@@ -54,22 +54,21 @@ pub(crate) struct PythonThread {
 
 impl PythonReader {
     /// Finds the interpreter. `None` if the process runs no Python.
-    pub fn find<'a>(
+    pub(crate) fn find<'a>(
         live_tid: i32,
         space: &AddressSpace<'_>,
         seen: impl Iterator<Item = &'a RawFrame>,
-    ) -> Result<Option<Self>, String> {
+    ) -> Result<Option<Self>, InterpreterError> {
         Ok(locate(live_tid, space, seen)?.map(|location| PythonReader { live_tid, location }))
     }
 
     /// The threads of all interpreters of the process. `map_tid` maps a thread id in the PID
     /// namespace of the process to the id in ours.
-    pub fn threads(&self, map_tid: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, String> {
+    pub(crate) fn threads(&self, map_tid: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, InterpreterError> {
         let layout = &self.location.layout;
-        let interpreters =
-            threads::interpreters(self.live_tid, layout, self.location.address).map_err(|error| error.to_string())?;
+        let interpreters = threads::interpreters(self.live_tid, layout, self.location.address)?;
         if interpreters.is_empty() {
-            return Err("its interpreter has not been started yet, or has ended".into());
+            return Err(InterpreterError::NotRunning);
         }
         let mut found: Vec<PythonThread> = Vec::new();
         let mut thread_indices = HashMap::new();
@@ -101,13 +100,13 @@ impl PythonReader {
     }
 
     /// Whether the interpreter is shutting down. Threads that wait for the GIL then never get it.
-    pub fn is_finalizing(&self) -> bool {
+    pub(crate) fn is_finalizing(&self) -> bool {
         let at = self.location.address.wrapping_add(self.location.layout.runtime_finalizing);
         Snapshot::new(self.live_tid).read_u64("_PyRuntime", at).is_ok_and(|thread| thread != 0)
     }
 
     /// Reads the current stacks of all threads.
-    pub fn read(&self, threads: &mut [PythonThread]) {
+    pub(crate) fn read(&self, threads: &mut [PythonThread]) {
         let layout = &self.location.layout;
         let mut memory = Snapshot::new(self.live_tid);
         frames::fetch(&mut memory, layout, threads.iter().flat_map(PythonThread::states));
@@ -214,7 +213,7 @@ const GREENLET_CLASS: &str = "greenlet";
 impl PythonReader {
     /// Adds the suspended greenlets of the process to the first thread that switches between
     /// greenlets. If its hub waits, the code for which it waits is added to its stack.
-    pub fn add_greenlets(&self, threads: &mut [PythonThread], deadline: Instant) {
+    pub(crate) fn add_greenlets(&self, threads: &mut [PythonThread], deadline: Instant) {
         let layout = &self.location.layout;
         // Deep stacks repeat a few functions.
         let mut seen = HashSet::new();
@@ -276,7 +275,7 @@ impl PythonThread {
     }
 
     /// Why the stack may be wrong or incomplete.
-    pub fn incomplete_reason(&self) -> Option<String> {
+    pub(crate) fn incomplete_reason(&self) -> Option<String> {
         const MOVED: &str = "the inner frames changed while they were read; only the outer ones are shown";
         let is_cut = || self.stack.is_cut.then(|| MOVED.into());
         let ran = || (!self.is_consistent).then(|| "read while the thread ran, so it may be wrong".into());
@@ -285,7 +284,7 @@ impl PythonThread {
 
     /// The message for the thread, and for each of its frames whether C code entered the
     /// interpreter with it.
-    pub fn finish(self, pid: i32, active: bool) -> (PySpyStacktrace, Vec<bool>) {
+    pub(crate) fn finish(self, pid: i32, active: bool) -> (PySpyStacktrace, Vec<bool>) {
         let trace = PySpyStacktrace {
             incomplete: self.incomplete_reason().unwrap_or_default(),
             pid: pid as u32,
@@ -333,7 +332,7 @@ fn locate<'a>(
     live_tid: i32,
     space: &AddressSpace<'_>,
     seen: impl Iterator<Item = &'a RawFrame>,
-) -> Result<Option<InterpreterLocation>, String> {
+) -> Result<Option<InterpreterLocation>, InterpreterError> {
     let exe = std::fs::read_link(format!("/proc/{live_tid}/exe")).unwrap_or_default();
     let exe = exe.to_string_lossy();
     let is_library = |path: &str| file_name(path).starts_with("libpython") && file_name(path).contains(".so");
@@ -372,7 +371,7 @@ fn locate<'a>(
         return Ok(idle);
     }
     if claims {
-        return Err("not CPython 3.8 or newer: it has no symbol _PyRuntime".into());
+        return Err(InterpreterError::NoRuntime);
     }
     Ok(None)
 }

@@ -12,7 +12,8 @@ use std::{collections::HashMap, sync::Arc};
 use xpu_timer_proto::{procfs, server::PySpyFrame};
 
 use crate::{
-    cpython::Layout,
+    cpython::{InterpreterError, Layout},
+    error::Error,
     memory::{self, Snapshot},
     native::address_space::AddressSpace,
     objects::Images,
@@ -118,10 +119,15 @@ impl StackReader {
     ///
     /// # Errors
     /// The interpreter cannot be read.
-    pub fn find(images: &Images, pid: i32, live_tid: i32, main_only: bool) -> Result<Option<Self>, String> {
-        let space = AddressSpace::open(images, pid, live_tid).map_err(|error| error.to_string())?;
+    pub(crate) fn find(
+        images: &Images,
+        pid: i32,
+        live_tid: i32,
+        main_only: bool,
+    ) -> Result<Option<Self>, InterpreterError> {
+        let space = AddressSpace::open(images, pid, live_tid)?;
         let Some(python) = PythonReader::find(live_tid, &space, std::iter::empty())? else { return Ok(None) };
-        let status = procfs::status(pid, live_tid).map_err(|error| error.to_string())?;
+        let status = procfs::status(pid, live_tid).map_err(Error::from)?;
         let mut reader = StackReader {
             pid,
             live_tid,
@@ -144,7 +150,7 @@ impl StackReader {
     ///
     /// # Errors
     /// The interpreter can no longer be read: it ended, or the process executed another program.
-    pub fn list_threads(&mut self) -> Result<(), String> {
+    pub(crate) fn list_threads(&mut self) -> Result<(), InterpreterError> {
         for _ in 0..LIST_ATTEMPTS {
             let interpreters = self.interpreters()?;
             self.take_threads(&interpreters);
@@ -157,10 +163,9 @@ impl StackReader {
         Ok(())
     }
 
-    fn interpreters(&self) -> Result<Vec<InterpreterState>, String> {
-        let found = threads::interpreters(self.live_tid, &self.layout, self.runtime);
-        let found = found.map_err(|error| error.to_string())?;
-        if found.is_empty() { Err("its interpreter has not been started yet, or has ended".into()) } else { Ok(found) }
+    fn interpreters(&self) -> Result<Vec<InterpreterState>, InterpreterError> {
+        let found = threads::interpreters(self.live_tid, &self.layout, self.runtime)?;
+        if found.is_empty() { Err(InterpreterError::NotRunning) } else { Ok(found) }
     }
 
     fn take_threads(&mut self, interpreters: &[InterpreterState]) {
@@ -208,7 +213,7 @@ impl StackReader {
     }
 
     /// Reads the links of the listed threads, which are compared with later ones.
-    fn read_links(&mut self) -> Result<(), String> {
+    fn read_links(&mut self) -> Result<(), InterpreterError> {
         self.copy()?;
         let (layout, buffer) = (&self.layout, &self.buffer);
         let mut at = 0;
@@ -224,19 +229,19 @@ impl StackReader {
     }
 
     /// Copies what is known to `buffer`. Returns how much of it could be read.
-    fn copy(&mut self) -> Result<usize, String> {
+    fn copy(&mut self) -> Result<usize, Error> {
         self.ranges.clear();
         self.ranges.extend(self.heads.iter().map(|(address, _)| (*address, 8)));
         let states = self.threads.iter().flat_map(|thread| &thread.states);
         self.ranges.extend(states.flat_map(|state| &state.ranges));
-        memory::read_scattered(self.live_tid, &self.ranges, &mut self.buffer).map_err(|error| error.to_string())
+        memory::read_scattered(self.live_tid, &self.ranges, &mut self.buffer)
     }
 
     /// Takes a sample of all threads.
     ///
     /// # Errors
     /// The interpreter can no longer be read: it ended, or the process executed another program.
-    pub fn sample(&mut self) -> Result<(), String> {
+    pub(crate) fn sample(&mut self) -> Result<(), InterpreterError> {
         let mut copied = self.copy()?;
         if !self.is_list_unchanged(copied) {
             self.list_threads()?;
@@ -378,7 +383,7 @@ impl StackReader {
     }
 
     /// The frames of a thread, innermost first, as numbers that `number` gives to them.
-    pub fn frames(&mut self, thread: usize, mut number: impl FnMut(PySpyFrame) -> u32, out: &mut Vec<u32>) {
+    pub(crate) fn frames(&mut self, thread: usize, mut number: impl FnMut(PySpyFrame) -> u32, out: &mut Vec<u32>) {
         out.clear();
         let chains = self.threads[thread].states.iter().flat_map(|state| &state.chain.frames);
         for frame in chains {
@@ -392,7 +397,7 @@ impl StackReader {
     }
 
     /// Forgets the numbers of frames and stacks.
-    pub fn forget_numbers(&mut self) {
+    pub(crate) fn forget_numbers(&mut self) {
         self.codes.values_mut().for_each(|known| known.frames.clear());
         self.threads.iter_mut().for_each(|thread| thread.number = None);
     }
@@ -400,7 +405,7 @@ impl StackReader {
 
 impl SampledThread {
     /// What distinguishes the thread from others and from later ones.
-    pub fn key(&self) -> (i32, u64) {
+    pub(crate) fn key(&self) -> (i32, u64) {
         (self.tid, self.pthread)
     }
 }

@@ -222,14 +222,14 @@ fn read_names(
     let Some(active) = active else { return Ok(true) };
     let pairs = pairs(memory, layout, active)?;
     memory.fetch(pairs.iter().flat_map(|(key, thread)| [(*key, 32), (*thread, 64)]));
-    let mut whole = true;
+    let mut complete = true;
     for (key, thread) in pairs {
         match name_entry(memory, layout, key, thread) {
             Some((pthread, name)) => drop(names.insert(pthread, name)),
-            None => whole = false,
+            None => complete = false,
         }
     }
-    Ok(whole)
+    Ok(complete)
 }
 
 fn name_entry(memory: &mut Snapshot, layout: &Layout, key: u64, thread: u64) -> Option<(u64, String)> {

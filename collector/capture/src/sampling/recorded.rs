@@ -52,7 +52,7 @@ struct Slice {
 
 impl Recorded {
     /// The number of a frame.
-    pub fn frame(&mut self, frame: PySpyFrame) -> u32 {
+    pub(super) fn frame(&mut self, frame: PySpyFrame) -> u32 {
         let next = self.frames.len() as u32;
         let frames = &mut self.frames;
         *self.frame_numbers.entry((frame.func_name.clone(), frame.file_name.clone())).or_insert_with(|| {
@@ -62,7 +62,7 @@ impl Recorded {
     }
 
     /// The number of a stack, innermost frame first.
-    pub fn stack(&mut self, frames: &[u32]) -> u32 {
+    pub(super) fn stack(&mut self, frames: &[u32]) -> u32 {
         if let Some(number) = self.stack_numbers.get(frames) {
             return *number;
         }
@@ -73,7 +73,7 @@ impl Recorded {
     }
 
     /// Adds a sample.
-    pub fn add(&mut self, key: ThreadKey, about: (&str, bool), stack: u32, now_ns: u64, period_ns: u64) {
+    pub(super) fn add(&mut self, key: ThreadKey, about: (&str, bool), stack: u32, now_ns: u64, period_ns: u64) {
         let thread = self.threads.entry(key).or_default();
         if thread.name.is_empty() {
             thread.name = about.0.to_string();
@@ -90,7 +90,7 @@ impl Recorded {
     }
 
     /// Adds a note, unless there are many.
-    pub fn note(&mut self, text: String) {
+    pub(super) fn note(&mut self, text: String) {
         const MOST_NOTES: usize = 20;
         if self.notes.len() < MOST_NOTES && !self.notes.contains(&text) {
             self.notes.push(text);
@@ -103,7 +103,7 @@ impl Recorded {
     ///
     /// A thread that hangs is in one slice, and what it did before the hang is needed even if that
     /// was long ago.
-    pub fn forget_before(&mut self, ns: u64, least: usize) -> bool {
+    pub(super) fn forget_before(&mut self, ns: u64, least: usize) -> bool {
         // Most of so many threads have ended.
         let least = if self.threads.len() > MOST_THREADS { 0 } else { least };
         for thread in self.threads.values_mut() {
@@ -132,7 +132,7 @@ impl Recorded {
     }
 
     /// The samples taken at or after a time, as a message without what is known of the rank.
-    pub fn message(&self, from_ns: u64, period_ns: u64) -> StackSamples {
+    pub(super) fn message(&self, from_ns: u64, period_ns: u64) -> StackSamples {
         let mut numbers: HashMap<u32, u32> = HashMap::new();
         let mut frame_numbers: HashMap<u32, u32> = HashMap::new();
         let mut message = StackSamples {

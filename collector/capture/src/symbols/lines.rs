@@ -282,7 +282,7 @@ struct ExternalUnit {
 }
 
 impl ExternalUnit {
-    pub fn of(load: &SplitDwarfLoad<Slice<'_>>) -> Self {
+    pub(crate) fn of(load: &SplitDwarfLoad<Slice<'_>>) -> Self {
         let text = |part: Option<Slice<'_>>| part.map_or_else(String::new, |part| part.to_string_lossy().into_owned());
         ExternalUnit { id: load.dwo_id, path: Path::new(&text(load.comp_dir)).join(text(load.path)) }
     }
@@ -301,13 +301,13 @@ struct SplitFiles<'a> {
 
 impl<'a> SplitFiles<'a> {
     /// Creates an empty set of files.
-    pub fn new(image: &'a Image, deadline: Instant) -> Self {
+    pub(crate) fn new(image: &'a Image, deadline: Instant) -> Self {
         let (units, bounded) = (HashMap::new(), RefCell::default());
         SplitFiles { image, budget: Budget::new(MAX_SPLIT_DECOMPRESSED), package: None, units, bounded, deadline }
     }
 
     /// Searches for the file of a unit.
-    pub fn find(&mut self, unit: &ExternalUnit) {
+    pub(crate) fn find(&mut self, unit: &ExternalUnit) {
         if self.units.is_empty() {
             self.package = self.open(&PathBuf::from(format!("{}.dwp", self.image.path))).and_then(|bytes| {
                 let elf = ElfFile64::parse(&*bytes).ok()?;
@@ -328,7 +328,7 @@ impl<'a> SplitFiles<'a> {
 
     /// The DWARF of a unit. `None` if it was not searched for, and `Some(None)` if it was not
     /// found.
-    pub fn get<'b>(&'b self, load: &SplitDwarfLoad<Slice<'b>>) -> Option<Option<Arc<Dwarf<Slice<'b>>>>> {
+    pub(crate) fn get<'b>(&'b self, load: &SplitDwarfLoad<Slice<'b>>) -> Option<Option<Arc<Dwarf<Slice<'b>>>>> {
         let unit = self.units.get(&load.dwo_id)?;
         let compressed = || {
             let (bytes, sections) = self.package.as_ref()?;

@@ -36,13 +36,13 @@ pub(super) struct Units<'a> {
 
 impl<'a> Units<'a> {
     /// Creates a set without visible units.
-    pub fn new(dwarf: &'a Dwarf<Slice<'a>>) -> Self {
+    pub(super) fn new(dwarf: &'a Dwarf<Slice<'a>>) -> Self {
         Units { dwarf, shown: BTreeMap::new(), all: None }
     }
 
     /// Makes the units visible that contain the sorted addresses. Returns the start of the unit of
     /// each address, if there is one and it was found before the deadline.
-    pub fn show_containing_units(&mut self, addresses: &[u64], deadline: Instant) -> Vec<Option<usize>> {
+    pub(super) fn show_containing_units(&mut self, addresses: &[u64], deadline: Instant) -> Vec<Option<usize>> {
         let mut unit_starts = vec![None; addresses.len()];
         let listed = self.find_in_aranges(addresses, &mut unit_starts);
         // Some compilers write no index. Then read the ranges of each unit.
@@ -94,7 +94,7 @@ impl<'a> Units<'a> {
 
     /// Makes the unit visible that contains an entry of `.debug_info`. Returns false if it already
     /// was.
-    pub fn show_entry(&mut self, entry: usize, deadline: Instant) -> bool {
+    pub(super) fn show_entry(&mut self, entry: usize, deadline: Instant) -> bool {
         let dwarf = self.dwarf;
         let all = self.all.get_or_insert_with(|| {
             let mut all = Vec::new();
@@ -111,7 +111,7 @@ impl<'a> Units<'a> {
     }
 
     /// Builds the section, with only these units visible.
-    pub fn section(&self) -> io::Result<Mmap> {
+    pub(super) fn section(&self) -> io::Result<Mmap> {
         let section = self.dwarf.debug_info.reader().slice();
         let length = self.shown.last_key_value().map_or(0, |(_, unit)| unit.end);
         // Most pages of the copy are never touched and cost no memory.

@@ -18,7 +18,7 @@ use crate::{
 };
 
 /// How often the deadlines are checked.
-pub const TICK: Duration = Duration::from_millis(500);
+pub(crate) const TICK: Duration = Duration::from_millis(500);
 /// A hang is over when no node has hung for this long.
 const QUIET_NS: u64 = 2 * SECOND;
 /// A node that claims ranks of another node for this long is reported in the log.

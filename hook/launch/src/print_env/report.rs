@@ -16,10 +16,14 @@ use xpu_timer_proto::{
 };
 
 use super::target::{self, Library, Process, Program, Target};
-use crate::{collector, config::Config, preload};
+use crate::{
+    collector::{self, NoAnswer},
+    config::Config,
+    preload,
+};
 
 /// The contents of the report.
-pub struct Report {
+pub(super) struct Report {
     /// The subject of these settings.
     pub whose: String,
     /// The INI file, if one is named.
@@ -31,7 +35,7 @@ pub struct Report {
     /// The node collector's socket.
     pub socket: PathBuf,
     /// The pid of the node collector, or why it does not answer.
-    pub collector: Result<i32, String>,
+    pub collector: Result<i32, NoAnswer>,
     /// Control port; metrics are on the next one.
     pub port: u16,
     /// The process or program.
@@ -45,7 +49,7 @@ pub struct Report {
 }
 
 /// What is or would be hooked in a process or program.
-pub struct Hooked {
+pub(super) struct Hooked {
     /// Its title.
     pub title: String,
     /// Whether the hook is, or would be, loaded.
@@ -61,7 +65,7 @@ pub struct Hooked {
 }
 
 /// A file of `XPU_TIMER_EXIT_HOOK_PLUGIN`.
-pub struct Plugin {
+pub(super) struct Plugin {
     /// Its path.
     pub path: PathBuf,
     /// Which functions of the original tool it defines, or why it cannot be used.
@@ -83,7 +87,7 @@ impl Plugin {
 }
 
 /// A library with hooked functions.
-pub struct HookedLibrary {
+pub(super) struct HookedLibrary {
     /// Name of the layer.
     pub layer: &'static str,
     /// The library.
@@ -97,7 +101,7 @@ impl Report {
     ///
     /// # Errors
     /// The libraries of a program cannot be listed.
-    pub fn of(target: &Target) -> Result<Self> {
+    pub(super) fn of(target: &Target) -> Result<Self> {
         let source = target.source();
         let uid = match target {
             Target::Process(process) => procfs::owner(process.pid).unwrap_or_else(|| nix::unistd::geteuid().as_raw()),
@@ -143,7 +147,7 @@ impl Report {
     }
 
     /// As JSON.
-    pub fn json(&self) -> Value {
+    pub(super) fn json(&self) -> Value {
         let origin = |origin| match origin {
             Origin::Environment => "environment",
             Origin::Ini => "ini",
@@ -335,7 +339,7 @@ fn family_of(libraries: &[Library]) -> Option<&'static Family> {
 
 /// A part and its path, or why it has none.
 #[derive(Debug)]
-pub struct Part {
+pub(super) struct Part {
     /// Its name.
     pub name: &'static str,
     /// Its path.

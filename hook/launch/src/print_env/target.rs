@@ -36,7 +36,7 @@ use crate::{
 
 /// A library of the target.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Library {
+pub(super) struct Library {
     /// Its soname, or the name of its file.
     pub name: String,
     /// The path by which this process can open its file.
@@ -45,7 +45,7 @@ pub struct Library {
 
 /// The shared objects that a process has mapped. Their files are opened through its own root, which
 /// may be a container's.
-pub fn of_process(process: &Process) -> Vec<Library> {
+pub(super) fn of_process(process: &Process) -> Vec<Library> {
     let library = |path: &PathBuf| {
         let path = path.to_string_lossy();
         let path = path.strip_suffix(" (deleted)").unwrap_or(&path);
@@ -62,7 +62,7 @@ pub fn of_process(process: &Process) -> Vec<Library> {
 ///
 /// # Errors
 /// The loader does not list them.
-pub fn of_program(program: &Program) -> Result<(Vec<Library>, Vec<String>)> {
+pub(super) fn of_program(program: &Program) -> Result<(Vec<Library>, Vec<String>)> {
     let image = &program.image;
     // A loader for another C library or processor has another list, if it can run at all.
     let foreign = image.obstacle.as_ref().is_some_and(Obstacle::forbids_preload);
@@ -106,7 +106,7 @@ fn parse_loader_list(list: &str) -> (Vec<Library>, Vec<String>) {
 ///
 /// # Errors
 /// It cannot be read or is not an ELF file.
-pub fn exported_functions(library: &Path) -> Result<BTreeSet<String>> {
+pub(super) fn exported_functions(library: &Path) -> Result<BTreeSet<String>> {
     let bytes = open_library(library)?;
     let file = object::File::parse(&bytes).with_context(|| format!("{} is not an ELF library", library.display()))?;
     let symbols = file.dynamic_symbols().filter(|symbol| symbol.is_definition() && symbol.kind() == SymbolKind::Text);
@@ -115,7 +115,7 @@ pub fn exported_functions(library: &Path) -> Result<BTreeSet<String>> {
 
 /// The name by which other objects refer to a library. `None` if it has none, or is not an ELF
 /// library.
-pub fn soname(library: &Path) -> Option<String> {
+pub(super) fn soname(library: &Path) -> Option<String> {
     let bytes = open_library(library).ok()?;
     let header = FileHeader64::<Endianness>::parse(&bytes).ok()?;
     let endian = header.endian().ok()?;
@@ -164,7 +164,7 @@ const HARMLESS: [&str; 9] =
 
 /// The result.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Compared {
+pub(super) struct Compared {
     file: PathBuf,
     hooked: Vec<String>,
     not_hooked: Vec<String>,
@@ -176,7 +176,7 @@ impl Compared {
     ///
     /// # Errors
     /// One of them cannot be read.
-    pub fn with_hook(file: &Path) -> Result<Self> {
+    pub(super) fn with_hook(file: &Path) -> Result<Self> {
         let hook = exported_functions(&preload::find(&Config::read())?)?;
         if !file.exists() {
             bail!(
@@ -196,12 +196,12 @@ impl Compared {
     }
 
     /// As JSON.
-    pub fn json(&self) -> Value {
+    pub(super) fn json(&self) -> Value {
         json!({ "library": self.file, "hooked": self.hooked, "not_hooked": self.not_hooked })
     }
 
     /// As text.
-    pub fn text(&self) -> String {
+    pub(super) fn text(&self) -> String {
         let mut text = format!("{}: {} functions are hooked\n", line(&self.file.to_string_lossy()), self.hooked.len());
         let mut list = |title: &str, names: &[String]| {
             text.push_str(&format!("\n{title}\n"));
@@ -227,7 +227,7 @@ fn may_be_missing_hook(name: &str) -> bool {
 }
 
 /// An opened target.
-pub enum Target {
+pub(super) enum Target {
     /// This shell.
     Here,
     /// A running process.
@@ -237,7 +237,7 @@ pub enum Target {
 }
 
 /// A running process.
-pub struct Process {
+pub(super) struct Process {
     /// Its id.
     pub pid: i32,
     /// Its arguments, joined.
@@ -249,7 +249,7 @@ pub struct Process {
 }
 
 /// A program, which is not run.
-pub struct Program {
+pub(super) struct Program {
     /// Its executable file.
     pub image: Image,
     /// Where it would run its ranks, if not here.
@@ -263,7 +263,7 @@ impl Target {
     ///
     /// # Errors
     /// It does not exist or cannot be read.
-    pub fn open(wanted: ReportSubject) -> Result<Self> {
+    pub(super) fn open(wanted: ReportSubject) -> Result<Self> {
         match wanted {
             ReportSubject::Here => Ok(Target::Here),
             ReportSubject::Process(pid) => process(pid).map(Target::Process),
@@ -272,7 +272,7 @@ impl Target {
     }
 
     /// Its settings.
-    pub fn source(&self) -> Source {
+    pub(super) fn source(&self) -> Source {
         match self {
             Target::Process(process) => {
                 let (environ, pid) = (process.environ.clone(), process.pid);
@@ -287,7 +287,7 @@ impl Target {
 
     /// Uses a path of the target's settings. A path of a process is resolved as the process sees
     /// it.
-    pub fn as_seen_by<T>(&self, path: &Path, use_it: impl FnOnce(&Path) -> T) -> T {
+    pub(super) fn as_seen_by<T>(&self, path: &Path, use_it: impl FnOnce(&Path) -> T) -> T {
         let Target::Process(process) = self else { return use_it(path) };
         let place = place_in(process.pid, path);
         // The path goes through a descriptor, because a socket's path must be short.
@@ -309,7 +309,7 @@ fn place_in(pid: i32, path: &Path) -> PathBuf {
 }
 
 /// The value of a variable in the environment block of a process.
-pub fn value(environ: &[u8], name: &str) -> Option<String> {
+pub(super) fn value(environ: &[u8], name: &str) -> Option<String> {
     procfs::variable(environ, name).map(|value| String::from_utf8_lossy(value).into_owned())
 }
 

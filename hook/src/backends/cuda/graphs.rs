@@ -95,15 +95,15 @@ fn records() -> Option<MutexGuard<'static, GraphRecords>> {
 }
 
 /// Records collectives that were called on a capturing stream.
-pub fn capture_collectives(stream: usize, held: &[CapturedCollective]) {
+pub fn capture_collectives(stream: usize, collectives: &[CapturedCollective]) {
     let capture = device().map_or(0, |device| device.capture_of(stream));
-    if capture == 0 || held.is_empty() {
+    if capture == 0 || collectives.is_empty() {
         return;
     }
     let Some(mut records) = records() else { return };
     match records.captures.iter_mut().find(|(id, _)| *id == capture) {
-        Some((_, list)) => list.extend(held),
-        None => remember(&mut records.captures, capture, held.to_vec()),
+        Some((_, list)) => list.extend(collectives),
+        None => remember(&mut records.captures, capture, collectives.to_vec()),
     }
 }
 
@@ -278,19 +278,19 @@ fn collectives_of(exec: usize) -> &'static [CapturedCollective] {
 /// Records a graph launch: an operation for the graph, and one for each collective in it. The
 /// launch's events bracket them all, because progress inside a graph cannot be observed.
 pub fn launch(recorder: &'static Recorder, exec: usize, stream: usize) -> Option<OpenOperation> {
-    let held = collectives_of(exec);
+    let collectives = collectives_of(exec);
     if bracket::is_captured(stream) {
-        capture_collectives(stream, held);
+        capture_collectives(stream, collectives);
         return None;
     }
     let is_bracketed = !recorder.bracketed.is_off();
     let what = NewOperation { stream, function: exec as u64, ..NewOperation::new(OpKind::GraphLaunch, Op::Graph) };
     let leader = if is_bracketed { recorder.begin(&what) } else { None };
-    let noted_from = held.len().saturating_sub(MAX_RECORDED);
+    let first_recorded = collectives.len().saturating_sub(MAX_RECORDED);
     let mut last = leader;
-    for (number, held) in held.iter().enumerate() {
-        let Some(what) = count(recorder, held, stream) else { continue };
-        let (Some(before), true) = (last, number >= noted_from) else { continue };
+    for (number, collective) in collectives.iter().enumerate() {
+        let Some(what) = count(recorder, collective, stream) else { continue };
+        let (Some(before), true) = (last, number >= first_recorded) else { continue };
         let Some(index) = recorder.begin(&what) else { continue };
         recorder.slots[before].follower.store(index as u32 + 1, Ordering::Relaxed);
         last = Some(index);

@@ -253,8 +253,8 @@ mod tests {
         assert!(bytes < socket::MAX_PACKET_BYTES, "{bytes}");
         assert_eq!(config.hello.timeline_path, "");
         for name in names {
-            let said = config.problems.iter().filter(|problem| problem.starts_with(name)).count();
-            assert_eq!(said, 1, "{name}: {:?}", config.problems);
+            let count = config.problems.iter().filter(|problem| problem.starts_with(name)).count();
+            assert_eq!(count, 1, "{name}: {:?}", config.problems);
         }
     }
 

@@ -473,7 +473,7 @@ mod tests {
     }
 
     #[test]
-    fn functions_and_variables_are_told_apart() {
+    fn functions_and_variables_are_distinguished() {
         let libc = libc_object();
         assert!(libc.variable(c"stdout").is_some() && libc.exported(c"stdout").is_none());
         assert!(libc.variable(c"qsort").is_none() && libc.exported(c"qsort").is_some());

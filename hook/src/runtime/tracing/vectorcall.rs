@@ -89,11 +89,11 @@ impl Functions {
         const OTHER: &str = "the objects of this CPython have an unexpected layout";
         let (_, minor) = api.version();
         let class = api.class_of(sample).ok_or(OTHER)?;
-        let said = api.number(&class, c"__basicsize__").ok_or(OTHER)?;
+        let basic_size = api.number(&class, c"__basicsize__").ok_or(OTHER)?;
         let (sample, address) = (sample.0 as usize, class.0 as usize);
         // SAFETY: every version has these words of an object and a class.
         let of = |object, index| unsafe { word(object, index) }.load(Ordering::Relaxed);
-        let sizes = [said as usize, of(address, SIZE)];
+        let sizes = [basic_size as usize, of(address, SIZE)];
         let pointer = known_pointer(minor, sizes, of(address, OFFSET), of(address, FLAGS)).ok_or(OTHER)?;
         if of(sample, CLASS) != address {
             return Err(OTHER);

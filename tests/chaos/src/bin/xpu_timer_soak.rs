@@ -59,7 +59,7 @@ const REACHED: f64 = 0.9;
 const MOST_AT_ONCE: u32 = 64;
 const SERVERS: usize = 2;
 /// A server without a rank: it answers a request on the device twenty times a second, until it is
-/// told to end.
+/// asked to end.
 const SERVER: &str = r"
 import signal, sys, time
 import cuda
@@ -251,8 +251,8 @@ fn train(job: &Job, seed: usize, over: &AtomicBool, counts: &Counts) {
         // The launcher of the ranks forwards the signal. A stopped or stuck rank is killed with its
         // children below.
         ranks.signal(Signal::SIGTERM);
-        let told = Instant::now();
-        while ranks.try_wait().is_none() && told.elapsed() < Duration::from_secs(5) {
+        let signalled = Instant::now();
+        while ranks.try_wait().is_none() && signalled.elapsed() < Duration::from_secs(5) {
             thread::sleep(Duration::from_millis(50));
         }
         for pid in of_job(job, &format!("soak-{seed}-{number}")) {

@@ -345,7 +345,7 @@ fn a_library_that_is_cut_short_and_written_anew_costs_names_and_not_the_reader()
     let mut old = Capturer::new();
     old.capture(&[pid], &Options::default());
     let stop = AtomicBool::new(false);
-    let mut said = 0;
+    let mut reported = 0;
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let mut file = OpenOptions::new().write(true).open(&path).expect("own file");
@@ -367,14 +367,18 @@ fn a_library_that_is_cut_short_and_written_anew_costs_names_and_not_the_reader()
                 let main = thread(&captured.sample, pid);
                 assert!(names(main).contains(&"pause"), "{}", describe(&captured.sample));
                 let remark = |error: &String| error.contains(&path) && error.contains("have no names");
-                let is_said = captured.sample.errors.iter().any(remark);
+                let is_reported = captured.sample.errors.iter().any(remark);
                 let is_lost = !names(main).contains(&"through_the_library") && main.incomplete.is_empty();
-                assert!(is_said || !is_lost, "a name is lost and nothing is said: {}", describe(&captured.sample));
-                said += usize::from(is_said);
+                assert!(
+                    is_reported || !is_lost,
+                    "a name is lost and no error names it: {}",
+                    describe(&captured.sample)
+                );
+                reported += usize::from(is_reported);
             }
         }
     });
-    assert!(said > 0, "a file that changes during the read is reported");
+    assert!(reported > 0, "a file that changes during the read is reported");
     // All names are there again, also for those that have seen it change.
     for capturer in [&mut old, &mut Capturer::new()] {
         let captured = capturer.capture(&[pid], &Options::default()).remove(0);
@@ -398,7 +402,7 @@ fn a_library_of_which_only_a_part_is_written_is_reported() {
         let main = thread(&captured.sample, pid);
         let remark = |error: &String| error.contains(&path) && error.contains("have no names");
         let is_lost = !names(main).contains(&"through_the_library");
-        let is_said = captured.sample.errors.iter().any(remark);
-        assert!(is_said || !is_lost, "{part} bytes of {}: {}", whole.len(), describe(&captured.sample));
+        let is_reported = captured.sample.errors.iter().any(remark);
+        assert!(is_reported || !is_lost, "{part} bytes of {}: {}", whole.len(), describe(&captured.sample));
     }
 }

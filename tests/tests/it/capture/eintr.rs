@@ -16,7 +16,7 @@ const CALLS: [&str; 9] =
 const INTERRUPTED_BY_A_STOP: [&str; 5] = ["epoll_wait", "recv", "accept", "semop", "sigtimedwait"];
 
 /// Every thread in its call, down to the first function of the thread.
-fn is_whole(sample: &ProcessSample) -> bool {
+fn is_complete(sample: &ProcessSample) -> bool {
     CALLS.iter().all(|call| {
         let thread = sample.stacktrace.iter().find(|thread| thread.thread_name == **call);
         thread.is_some_and(|thread| {
@@ -56,13 +56,13 @@ fn no_call_is_interrupted() {
     let mut process = start(&program, &[]);
     let pid = process.pid();
     // The first captures may find threads that have not reached their calls yet.
-    capture_until(pid, "all threads wait", is_whole);
+    capture_until(pid, "all threads wait", is_complete);
     let before = counts(&mut process, 1);
     assert_eq!(before.len(), CALLS.len());
     let mut capturer = Capturer::new();
     for _ in 0..50 {
         let captured = capturer.capture(&[pid], &Options { deadline: PATIENCE, ..Options::default() }).remove(0);
-        assert!(is_whole(&captured.sample), "{}", describe(&captured.sample));
+        assert!(is_complete(&captured.sample), "{}", describe(&captured.sample));
         for thread in captured.sample.stacktrace.iter().filter(|thread| CALLS.contains(&&*thread.thread_name)) {
             assert_eq!(thread.capture(), CaptureMethod::ZeroStop, "{}", describe(&captured.sample));
         }
@@ -70,7 +70,7 @@ fn no_call_is_interrupted() {
     assert_eq!(counts(&mut process, 2), before, "50 captures were noticed");
     // The control: what is counted does happen when threads are stopped.
     let forced = capture_with(pid, &Options { deadline: PATIENCE, force_ptrace: true, ..Options::default() });
-    assert!(is_whole(&forced.sample), "{}", describe(&forced.sample));
+    assert!(is_complete(&forced.sample), "{}", describe(&forced.sample));
     let mut round = 2;
     wait_until(PATIENCE, "a stop shows as EINTR", || {
         round += 1;

@@ -501,7 +501,7 @@ def prepared(loader):
             yield next(iterator)
         except StopIteration:
             return
-def told(word):
+def report(word):
     gc.collect()
     gc.collect(0)
     print(word, sum(generation['collections'] for generation in gc.get_stats()), flush=True)
@@ -509,22 +509,22 @@ def told(word):
 def count(kind, batches, word):
     loader = Loader(batches)
     if kind == 'plain':
-        for batch in loader: told(word) if batch == 7 else None
+        for batch in loader: report(word) if batch == 7 else None
     elif kind == 'enumerate':
-        for _, batch in enumerate(loader): told(word) if batch == 7 else None
+        for _, batch in enumerate(loader): report(word) if batch == 7 else None
     elif kind == 'prepared':
-        for _, batch in zip(range(100), prepared(loader)): told(word) if batch == 7 else None
+        for _, batch in zip(range(100), prepared(loader)): report(word) if batch == 7 else None
     elif kind == 'held':
         holder = Holder(loader)
         iterator = holder.loops['fit'].flattened[0]
-        for batch in map(abs, iterator): told(word) if batch == 7 else None
+        for batch in map(abs, iterator): report(word) if batch == 7 else None
     elif kind == 'thread':
         thread = threading.Thread(target=count, args=('plain', batches, word))
         thread.start()
         thread.join()
 if sys.argv[1] == 'none':
-    told('ready')
-    told('again')
+    report('ready')
+    report('again')
 else:
     count(sys.argv[1], 12, 'ready')
     count(sys.argv[1], 9, 'again')

@@ -333,10 +333,10 @@ fn a_thread_that_collects_garbage() {
             let captured = capture_until(script.pid, &version, |sample| {
                 sample.py_stacktrace.iter().any(|trace| trace.owns_gil && !trace.frames.is_empty())
             });
-            let told = |sample: &ProcessSample| sample.py_stacktrace.iter().any(|trace| trace.collects_garbage);
-            assert!(!told(&captured.sample) || collects, "{version}: it adds numbers");
+            let collecting = |sample: &ProcessSample| sample.py_stacktrace.iter().any(|trace| trace.collects_garbage);
+            assert!(!collecting(&captured.sample) || collects, "{version}: it adds numbers");
             if collects {
-                capture_until(script.pid, &version, told);
+                capture_until(script.pid, &version, collecting);
             }
         }
     }

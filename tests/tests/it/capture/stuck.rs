@@ -143,7 +143,7 @@ fn eight_ranks_with_every_capture_fault_at_once() {
         let found = captured.iter().find(|captured| captured.pid == process.pid());
         &found.expect("one entry for each pid").sample
     };
-    let whole = |process: &Process, function: &str| {
+    let complete = |process: &Process, function: &str| {
         let threads = of(process).stacktrace.iter();
         threads.filter(|thread| thread.incomplete.is_empty() && names(thread).contains(&function)).count()
     };
@@ -153,21 +153,21 @@ fn eight_ranks_with_every_capture_fault_at_once() {
         ["got no CPU", "was not sampled", "the deadline passed"].iter().any(|words| thread.incomplete.contains(words))
     };
     let late_of = |process: &Process| of(process).stacktrace.iter().filter(late).count();
-    let spins = whole(&spinning, "in_spin");
+    let spins = complete(&spinning, "in_spin");
     assert!(spins > 0 && spins + late_of(&spinning) == 32, "{}", describe(of(&spinning)));
-    assert!(whole(&uninterruptible, "in_vfork") == 1, "{}", describe(of(&uninterruptible)));
+    assert!(complete(&uninterruptible, "in_vfork") == 1, "{}", describe(of(&uninterruptible)));
     assert!(of(&uninterruptible).stacktrace[0].capture() != CaptureMethod::Ptrace);
-    assert_eq!(whole(&stopped, "in_futex"), 20, "{}", describe(of(&stopped)));
-    assert_eq!(whole(&traced, "in_spin") + late_of(&traced), 1, "{}", describe(of(&traced)));
-    assert_eq!(whole(&leaderless, "become_alone"), 1, "{}", describe(of(&leaderless)));
+    assert_eq!(complete(&stopped, "in_futex"), 20, "{}", describe(of(&stopped)));
+    assert_eq!(complete(&traced, "in_spin") + late_of(&traced), 1, "{}", describe(of(&traced)));
+    assert_eq!(complete(&leaderless, "become_alone"), 1, "{}", describe(of(&leaderless)));
     assert!(!of(&churning).stacktrace.is_empty(), "{}", describe(of(&churning)));
-    assert_eq!(whole(&deep, "recurse"), 1, "{}", describe(of(&deep)));
+    assert_eq!(complete(&deep, "recurse"), 1, "{}", describe(of(&deep)));
     if let Some(hanging) = &hanging {
-        assert_eq!(whole(hanging, "in_callback"), 1, "{}", describe(of(hanging)));
+        assert_eq!(complete(hanging, "in_callback"), 1, "{}", describe(of(hanging)));
     }
     for process in &captured {
-        let told = !process.sample.errors.is_empty() || !process.sample.stacktrace.is_empty();
-        assert!(told && !process.sample.process_state.is_empty(), "{}", describe(&process.sample));
+        let is_reported = !process.sample.errors.is_empty() || !process.sample.stacktrace.is_empty();
+        assert!(is_reported && !process.sample.process_state.is_empty(), "{}", describe(&process.sample));
     }
 }
 

@@ -316,10 +316,10 @@ fn agents_on_three_nodes_restart_a_job_that_hung() {
             (job, process)
         })
         .collect();
-    let said = || agents.iter().map(|(_, agent)| format!("{}{}", agent.stdout(), agent.stderr())).collect::<String>();
+    let output = || agents.iter().map(|(_, agent)| format!("{}{}", agent.stdout(), agent.stderr())).collect::<String>();
     let begun = std::time::Instant::now();
     while cluster.job.finished_incidents().is_empty() {
-        assert!(begun.elapsed() < 3 * PATIENCE, "no incident\n{}\n{}", cluster.log(), said());
+        assert!(begun.elapsed() < 3 * PATIENCE, "no incident\n{}\n{}", cluster.log(), output());
         std::thread::sleep(std::time::Duration::from_millis(50));
     }
     let incident = cluster.job.finished_incidents().remove(0);
@@ -334,7 +334,7 @@ fn agents_on_three_nodes_restart_a_job_that_hung() {
     assert_eq!(ranks.iter().map(|rank| rank.presence()).collect::<Vec<_>>(), [Presence::Present; NODES as usize]);
 
     // The second attempt trains to its end.
-    wait_until(3 * PATIENCE, "all ranks are done", || said().matches(" done").count() == NODES as usize);
+    wait_until(3 * PATIENCE, "all ranks are done", || output().matches(" done").count() == NODES as usize);
     for (_, agent) in agents {
         let output = agent.wait(PATIENCE);
         assert_eq!(output.code(), 0, "{}{}", output.stdout, output.stderr);

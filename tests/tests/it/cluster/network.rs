@@ -240,11 +240,14 @@ fn run(command: &mut Command) -> (i32, String) {
 fn beyond_loopback_it_listens_with_tls_and_a_token_only() {
     let job = Job::new();
     let mut command = job.command(artifacts().bin("xpu_timer_collector"));
-    let (code, said) = run(command.args(["cluster", "--listen", "0.0.0.0:0"]));
-    assert!(code == 1 && said.contains("is not a loopback address, so TLS and a token are required"), "{code} {said}");
+    let (code, stderr) = run(command.args(["cluster", "--listen", "0.0.0.0:0"]));
+    assert!(
+        code == 1 && stderr.contains("is not a loopback address, so TLS and a token are required"),
+        "{code} {stderr}"
+    );
     let job = job.with("XPU_TIMER_COLLECTOR_TOKEN_FILE", "/nowhere/token");
-    let (code, said) = run(job.command(artifacts().bin("xpu_timer_collector")).arg("cluster"));
-    assert!(code == 1 && said.contains("/nowhere/token"), "{code} {said}");
+    let (code, stderr) = run(job.command(artifacts().bin("xpu_timer_collector")).arg("cluster"));
+    assert!(code == 1 && stderr.contains("/nowhere/token"), "{code} {stderr}");
     // A node sends nothing in plain text to another machine either.
     let node = Job::new().with("XPU_TIMER_COLLECTOR", "http://192.0.2.1:18890");
     let process = crate::collector::fake::collector(&node, &[]);

@@ -286,10 +286,10 @@ fn a_webhook_that_hangs_or_does_not_resolve_holds_up_nothing() {
             log.lines().any(|line| line.contains("posting to the webhook failed, retry in") && line.contains(problem))
         });
         let process = cluster.process.take().expect("it runs");
-        let told = Instant::now();
+        let signalled = Instant::now();
         process.signal(Signal::SIGTERM);
         assert_eq!(process.wait(PATIENCE).code(), 0);
-        assert!(told.elapsed() < Duration::from_secs(8), "its end does not wait for the webhook");
+        assert!(signalled.elapsed() < Duration::from_secs(8), "its end does not wait for the webhook");
     }
 }
 
@@ -326,9 +326,9 @@ fn mistyped_arguments_are_reported_in_one_line() {
         ),
         (&["--url", &cluster.url(), "show", "../etc"], &["../etc"]),
     ] {
-        let said = run(&[&["incidents"], arguments].concat());
+        let shown = run(&[&["incidents"], arguments].concat());
         for word in words {
-            assert!(said.contains(word), "{word} is not in {said}");
+            assert!(shown.contains(word), "{word} is not in {shown}");
         }
     }
 }

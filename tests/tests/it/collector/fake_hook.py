@@ -3,7 +3,7 @@
     fake_hook.py play HEARTBEAT LAST_LAUNCH RING_BYTES
     fake_hook.py short SOCKET HELLO GOODBYE RING_BYTES VERSION:VALUE MAGIC:VALUE COUNT
 
-`play` does what it is told, line by line, and answers each line with `ok` or `error …`. The
+`play` follows commands, line by line, and answers each line with `ok` or `error …`. The
 messages themselves are made by the test. A thread turns like the watcher does and keeps the
 heartbeat of the ring fresh.
 

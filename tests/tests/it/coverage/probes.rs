@@ -323,9 +323,10 @@ fn weak_references_stay_as_they_are_without_the_hook() {
     }
 }
 
-/// The layer's calls that were seen through a library that is bound to itself and opened by the
-/// program, once the report says of a function whose library is not there why it would not be seen.
-fn seen_later(
+/// The number of the layer's calls that were seen through a library that is bound to itself and
+/// opened by the program. They are counted once the report gives the reason why the function
+/// `absent`, whose library is not there, would not be seen.
+fn calls_through_bound_library(
     dir: &Path,
     (layer, absent): ((&str, &str, &str), &str),
     hook: &Path,
@@ -334,8 +335,8 @@ fn seen_later(
     let library = ("CALLER_LIBRARY", &["-DCOPY", "-Wl,-Bsymbolic"][..]);
     let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(library), ..WAY };
     let (program, opened) = build(dir, &way, layer);
-    let is_told = |record: &FlightRecord| reason(record, absent).contains("the linker does not report it");
-    counted(&run_under(hook, dir, &wrap(program), &opened, "auto", |_| {}, is_told), layer.0)
+    let is_reported = |record: &FlightRecord| reason(record, absent).contains("the linker does not report it");
+    counted(&run_under(hook, dir, &wrap(program), &opened, "auto", |_| {}, is_reported), layer.0)
 }
 
 fn reason(record: &FlightRecord, name: &str) -> String {
@@ -352,12 +353,13 @@ fn a_forbidden_change_of_code_is_reported() {
             gcc_part(&wrapper, "FORBIDS", &[format!("-DPROGRAM=\"{}\"", program.display())]);
             wrapper
         };
-        assert_eq!(seen_later(dir.path(), (layer, other), &artifacts().hook(), forbids), 0, "{name}");
+        assert_eq!(calls_through_bound_library(dir.path(), (layer, other), &artifacts().hook(), forbids), 0, "{name}");
 
         // A copy in the program itself.
         let (program, opened) = build(own.path(), &Way { program: "PLT", flags: &["-DCOPY"], ..WAY }, layer);
-        let is_told = |record: &FlightRecord| reason(record, name).contains("cannot be replaced");
-        let record = run_under(&artifacts().hook(), own.path(), &forbids(program), &opened, "auto", |_| {}, is_told);
+        let is_reported = |record: &FlightRecord| reason(record, name).contains("cannot be replaced");
+        let record =
+            run_under(&artifacts().hook(), own.path(), &forbids(program), &opened, "auto", |_| {}, is_reported);
         assert_eq!(counted(&record, layer.0), 0, "{name}");
     }
 }
@@ -369,5 +371,5 @@ fn missed_libraries_under_a_debugger_are_reported() {
     gcc_part(&watches, "WATCHES", &["-shared", "-fPIC"].map(String::from));
     // Of two that are preloaded the second is initialized first.
     let both = PathBuf::from(format!("{}:{}", artifacts().hook().display(), watches.display()));
-    assert_eq!(seen_later(dir.path(), (NCCL, "cublasSgemm_v2"), &both, |program| program), 0);
+    assert_eq!(calls_through_bound_library(dir.path(), (NCCL, "cublasSgemm_v2"), &both, |program| program), 0);
 }

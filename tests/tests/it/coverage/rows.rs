@@ -85,13 +85,14 @@ fn every_function_of_the_table_has_a_line() {
     assert_eq!(listed.len(), exported.len(), "each once");
 }
 
-/// The calls of one row in C. What is posted is waited for, and what is prepared is started before:
-/// so it shows what it is.
+/// The calls of one row in C. A nonblocking operation is followed by its wait, and a persistent
+/// request is started before that.
 fn calls_of(name: &str, arguments: &str) -> Vec<(String, String)> {
     let own = (name.to_string(), arguments.to_string());
-    let is_posted = arguments.ends_with("REQUEST") && !["Start", "Wait", "Test"].iter().any(|word| name.contains(word));
+    let has_request =
+        arguments.ends_with("REQUEST") && !["Start", "Wait", "Test"].iter().any(|word| name.contains(word));
     let wait = ("PMPI_Wait".to_string(), "REQUEST, 0".to_string());
-    match is_posted {
+    match has_request {
         true if name.trim_end_matches("_c").ends_with("_init") => {
             vec![own, ("PMPI_Start".into(), "REQUEST".into()), wait]
         }

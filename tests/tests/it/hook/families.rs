@@ -257,7 +257,7 @@ int called(void) { return calls; }
 
 /// Runs a program on a library made of [`HCCL`], beside a runtime of the family, and gives its
 /// record.
-fn record_of_kin(runtime: &str, collectives: &str, lines: &str) -> FlightRecord {
+fn record_with_libraries(runtime: &str, collectives: &str, lines: &str) -> FlightRecord {
     let job = Job::new();
     for (soname, source) in [(runtime, "int runtime;"), (collectives, HCCL)] {
         compile_c(job.dir.path(), soname, source, &["-shared", "-fPIC", "-w", &format!("-Wl,-soname,{soname}")]);
@@ -287,7 +287,7 @@ fn record_of_kin(runtime: &str, collectives: &str, lines: &str) -> FlightRecord 
 
 #[test]
 fn collectives_of_ascend_and_cambricon_count_in_their_communicators() {
-    let hccl = record_of_kin(
+    let hccl = record_with_libraries(
         "libascendcl.so",
         "libhccl.so",
         "assert ccl.HcclCommInitRootInfo(2, create_string_buffer(4108), 1, byref(comm)) == 0\n\
@@ -313,7 +313,7 @@ fn collectives_of_ascend_and_cambricon_count_in_their_communicators() {
     assert_eq!((world.size, world.rank, world.launched, part.size, part.rank, part.launched), (2, 1, 2, 2, 1, 1));
     assert_ne!(world.id, part.id);
 
-    let cncl = record_of_kin(
+    let cncl = record_with_libraries(
         "libcnrt.so",
         "libcncl.so",
         "devices, ranks = (c_int * 1)(0), (c_int * 1)(3)\n\

@@ -86,7 +86,7 @@ fn children_of_a_grown_communicator_have_one_identity_on_all_ranks() {
 
 #[test]
 fn newer_functions_of_nccl_count_like_older_ones() {
-    let records = check("later_functions", 2, &[]);
+    let records = check("recent_functions", 2, &[]);
     for (rank, record) in records.iter().enumerate() {
         let comm = &record.communicators[0];
         // Eight with a configuration and one without; the group that was only tried out never was.
@@ -135,7 +135,7 @@ fn a_missing_signal_is_a_pending_receive() {
         let pending = record.operations.iter().filter(|operation| operation.status() == OpStatus::Pending);
         pending.map(|operation| (operation.op(), operation.peer, operation.tag)).collect::<Vec<_>>()
     };
-    let records = check("later_functions", 2, &[("NO_SIGNAL", "1")]);
+    let records = check("recent_functions", 2, &[("NO_SIGNAL", "1")]);
     assert!(waits(&records[1]).contains(&(Op::Recv, 0, Some(9))), "{:?}", records[1].operations);
 }
 
@@ -149,8 +149,8 @@ fn a_lost_device_is_an_error_and_no_hang() {
     let environment = [("XPU_SIM_FAULT", "lost:n=3"), ("XPU_TIMER_BRACKET", "all")];
     let records = check_until("a_lost_device_answers_its_error", 1, &environment, all_ended);
     let kernels = operations(&records[0], Op::Kernel);
-    // The third was launched with success, and its event told. The fourth met an error before
-    // anything of it was in a stream.
+    // The third was launched with success, and its event reports its end. The fourth met an error
+    // before anything of it was in a stream.
     assert_eq!(kernels.len(), 3);
     assert_eq!((kernels[2].status(), kernels[2].error), (OpStatus::Failed, 700), "{kernels:#?}");
 }

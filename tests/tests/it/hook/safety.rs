@@ -133,8 +133,8 @@ fn operations_completed_at_exit_are_in_the_record() {
         // The host waits for the watcher's final turn for a limited time, which may be too short on
         // a busy machine.
         let is_complete = (0..5).any(|_| {
-            let (ended, record, said) = Guest::start(case).end();
-            assert_eq!((ended, said), (code, goodbye), "{case}");
+            let (ended, record, said_goodbye) = Guest::start(case).end();
+            assert_eq!((ended, said_goodbye), (code, goodbye), "{case}");
             assert_eq!(record.collectives_launched, 4, "{case}");
             record.operations.iter().all(|operation| operation.status() == OpStatus::Completed)
         });
@@ -151,8 +151,8 @@ fn a_rank_that_is_still_in_an_exit_handler_has_not_left() {
     guest.collector.hear_all();
     assert!(guest.collector.goodbyes().is_empty() && guest.collector.ended().is_empty());
     guest.say("leave");
-    let (code, _, said) = guest.end();
-    assert_eq!((code, said), (0, true));
+    let (code, _, said_goodbye) = guest.end();
+    assert_eq!((code, said_goodbye), (0, true));
 }
 
 #[test]
@@ -170,8 +170,8 @@ fn a_child_of_a_raw_fork_does_not_touch_its_parent() {
     guest.say("leave");
     let collector_heard = |guest: &Guest| guest.collector.hellos().len();
     assert_eq!(collector_heard(&guest), 1, "and it is not a rank");
-    let (code, record, said) = guest.end();
-    assert_eq!((code, record.collectives_launched, said), (0, 4, true));
+    let (code, record, said_goodbye) = guest.end();
+    assert_eq!((code, record.collectives_launched, said_goodbye), (0, 4, true));
 }
 
 #[test]
@@ -188,8 +188,8 @@ fn threads_are_cancelled_in_host_code_only() {
     wait_until(PATIENCE, "no operation is left open", || {
         !guest.collector.ring(guest.process.pid()).operations.iter().any(is_open)
     });
-    let (code, record, said) = guest.end();
-    assert_eq!((code, said), (0, true));
+    let (code, record, said_goodbye) = guest.end();
+    assert_eq!((code, said_goodbye), (0, true));
     assert!(!record.operations.iter().any(is_open), "no operation is left open");
 }
 
@@ -207,8 +207,8 @@ fn a_bad_path_in_a_variable_neither_stops_a_program_nor_prints() {
             assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
             command.env(name, fifo);
         });
-        let (code, record, said) = guest.end();
-        assert_eq!((code, record.collectives_launched, said), (0, 4, true), "{name}");
+        let (code, record, said_goodbye) = guest.end();
+        assert_eq!((code, record.collectives_launched, said_goodbye), (0, 4, true), "{name}");
     }
 }
 

@@ -20,16 +20,16 @@ const SAMPLED_NS: u64 = 1_795_259_000 * SECOND;
 const COMMUNICATOR: u64 = 0x3f9a_11c2_77d0_5e01;
 
 fn python(frames: &[&str]) -> Vec<PySpyFrame> {
-    let frame = |word: &&str| {
-        let (func, file) = word.split_once('@').expect("func@file");
+    let frame = |name: &&str| {
+        let (func, file) = name.split_once('@').expect("func@file");
         PySpyFrame { func_name: func.into(), file_name: file.into(), ..Default::default() }
     };
     frames.iter().rev().map(frame).collect()
 }
 
 fn native(frames: &[&str]) -> Vec<PstackFrame> {
-    let frame = |word: &&str| {
-        let (func, file) = word.split_once('@').expect("func@file");
+    let frame = |name: &&str| {
+        let (func, file) = name.split_once('@').expect("func@file");
         PstackFrame { func_name: func.into(), file_name: file.into(), ..Default::default() }
     };
     frames.iter().rev().map(frame).collect()

@@ -855,8 +855,8 @@ def stay_away():
         time.sleep(1)
 
 
-def later_functions():
-    """What NCCL has had since 2.28: a configuration for each call, signals, windows, and a group
+def recent_functions():
+    """What NCCL has since 2.28: a configuration for each call, signals, windows, and a group
     that is only tried out.
     """
     comm, stream = world()

@@ -92,9 +92,9 @@ fn broken_files_are_skipped_according_to_the_wire_format() {
     for name in ["-1.stacktrace", "1-.stacktrace", " 1-2.stacktrace", "1-2-3.stacktrace", "0x1-2.stacktrace"] {
         fs::write(dir.path().join(name), &whole).unwrap();
     }
-    let told = run(&["-p".as_ref(), dir.path().as_ref(), "--output".as_ref(), output.path().as_ref()]);
-    assert_eq!(told.code(), 0, "{}", told.stderr);
-    let mut left_out: Vec<String> = told
+    let viewer = run(&["-p".as_ref(), dir.path().as_ref(), "--output".as_ref(), output.path().as_ref()]);
+    assert_eq!(viewer.code(), 0, "{}", viewer.stderr);
+    let mut left_out: Vec<String> = viewer
         .stderr
         .lines()
         .filter_map(|line| Some(format!("'{}'", line.strip_prefix("warning: ")?.split_once(" is left out: ")?.0)))
@@ -135,8 +135,8 @@ fn odd_names_of_ranks_worlds_and_folders() {
     for (path, output) in [("-dash", "-out"), ("./-dash/", "out/"), ("a link", "模型"), ("a link/", "a b/c")] {
         let mut command = Command::new(binary());
         command.current_dir(above.path()).args(["--path", path, "--output", output]);
-        let told = Process::spawn(&mut command).wait(PATIENCE);
-        assert_eq!(told.code(), 0, "{path}: {}", told.stderr);
+        let viewer = Process::spawn(&mut command).wait(PATIENCE);
+        assert_eq!(viewer.code(), 0, "{path}: {}", viewer.stderr);
         assert_eq!(check_with_reference(&above.path().join(path), &above.path().join(output)), Vec::<String>::new());
     }
     assert_eq!(fs::read_dir(above.path().join("-dash")).unwrap().count(), 1);
@@ -146,10 +146,10 @@ fn odd_names_of_ranks_worlds_and_folders() {
 fn a_folder_that_cannot_be_written_is_reported_after_the_groups() {
     let dir = tempfile::tempdir().unwrap();
     put(dir.path(), "0-1.stacktrace", &dump("R", &["f@x"], &["g@t.py:1"]));
-    let told = run(&["-p".as_ref(), dir.path().as_ref(), "--output".as_ref(), OsStr::new("/proc/self/fd")]);
-    assert_eq!(told.code(), 1);
-    assert!(told.stdout.contains("at g (t.py:1)"), "{}", told.stdout);
-    assert!(told.stderr.contains("cannot write /proc/self/fd/cpp_stack"), "{}", told.stderr);
+    let viewer = run(&["-p".as_ref(), dir.path().as_ref(), "--output".as_ref(), OsStr::new("/proc/self/fd")]);
+    assert_eq!(viewer.code(), 1);
+    assert!(viewer.stdout.contains("at g (t.py:1)"), "{}", viewer.stdout);
+    assert!(viewer.stderr.contains("cannot write /proc/self/fd/cpp_stack"), "{}", viewer.stderr);
     assert!(FILES.iter().all(|name| !dir.path().join(name).exists()));
 }
 
@@ -172,13 +172,13 @@ fn a_rank_without_a_dump_is_listed_with_node_exit_and_reason() {
     ];
     let evidence = Evidence { world_size: 4, ranks, ..Default::default() };
     fs::write(dir.path().join("evidence.bin"), evidence.encode_to_vec()).unwrap();
-    let told = view_ok(dir.path()).stdout;
+    let stdout = view_ok(dir.path()).stdout;
     for line in [
         "Dead: rank 1 on gpu-1 (killed by SIGKILL)",
         "Without a dump: rank 2 on gpu-2 (ptrace: permission denied)",
         "Without a dump: rank 3",
         "State D (disk sleep): rank 0",
     ] {
-        assert!(told.lines().any(|told| told == line), "{line:?} in {told}");
+        assert!(stdout.lines().any(|shown| shown == line), "{line:?} in {stdout}");
     }
 }

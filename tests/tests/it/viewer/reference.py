@@ -79,8 +79,8 @@ def text(value):
     return value.decode("utf-8", errors="replace")
 
 
-def words(frames_field, thread):
-    """The words of one thread, root first."""
+def names(frames_field, thread):
+    """The names of one thread, root first."""
     leaf_first = []
     for number, wire, value in fields(thread):
         if number == frames_field:
@@ -91,10 +91,10 @@ def words(frames_field, thread):
             leaf_first.append((text(frame[1]), text(frame[2])))
     drawn = []
     for func, file in reversed(leaf_first):
-        word = clean(func) + "@" + clean(file)
-        if "lto_priv" in word:
+        name = clean(func) + "@" + clean(file)
+        if "lto_priv" in name:
             break
-        drawn.append(word)
+        drawn.append(name)
     return tuple(drawn)
 
 
@@ -127,7 +127,7 @@ def stacks(path):
     for number, wire, value in fields(data):
         known |= number in KNOWN
         if number in threads:
-            threads[number].append(words({1: 3, 2: 7}[number], message(wire, value)))
+            threads[number].append(names({1: 3, 2: 7}[number], message(wire, value)))
         elif number == 11:
             state = text(message(wire, value))
     if not known:

@@ -156,12 +156,12 @@ const PROCESSES = VERDICT?.culprit_processes ?? [];
 
 /** Conditions of a rank: the letter or sign in its cell, and its name. */
 const CONDITIONS = {
-  alive: { sign: "", word: "running or sleeping" },
-  stopped: { sign: "‖", word: "stopped" },
-  d_state: { sign: "D", word: "D state: stuck in the kernel" },
-  dead: { sign: "✕", word: "dead" },
-  left: { sign: "–", word: "exited" },
-  no_dump: { sign: "?", word: "no dump" },
+  alive: { sign: "", label: "running or sleeping" },
+  stopped: { sign: "‖", label: "stopped" },
+  d_state: { sign: "D", label: "D state: stuck in the kernel" },
+  dead: { sign: "✕", label: "dead" },
+  left: { sign: "–", label: "exited" },
+  no_dump: { sign: "?", label: "no dump" },
 };
 const BY_CONDITION = D.conditions.map(({ condition, ranks }) => ({ condition, runs: setOf(ranks) }));
 const conditionOf = (rank) => BY_CONDITION.find(({ runs }) => containsRank(runs, rank))?.condition ?? "no_dump";
@@ -192,11 +192,11 @@ const nodeOf = (rank) => D.texts[RANKS.get(rank)?.node ?? 0] || absentOf(rank)?.
 const RANK_STATES = new Map();
 for (const group of VERDICT?.ranks ?? []) for (const rank of group.ranks) RANK_STATES.set(rank, group);
 
-/** Function and file of a frame's word, `func@file`. Both may contain an `@`. */
-function splitWord(word) {
-  const found = word.search(/@(?=\/|<|\?\?|[^@\s]*\.py:\d+$)/);
-  const at = found > 0 ? found : word.lastIndexOf("@");
-  return at < 0 ? [word, ""] : [word.slice(0, at), word.slice(at + 1)];
+/** Function and file of a frame's name, `func@file`. Both may contain an `@`. */
+function splitName(name) {
+  const found = name.search(/@(?=\/|<|\?\?|[^@\s]*\.py:\d+$)/);
+  const at = found > 0 ? found : name.lastIndexOf("@");
+  return at < 0 ? [name, ""] : [name.slice(0, at), name.slice(at + 1)];
 }
 
 /** Frames that belong to the interpreter, to torch or to other libraries. */
@@ -207,7 +207,7 @@ const isOwn = (file) => /\.py:\d+$/.test(file) && !LIBRARY.test(file);
 const TREES = {};
 function treeOf(mode) {
   if (TREES[mode]) return TREES[mode];
-  const { depth, word, ranks, main } = D.trees[mode];
+  const { depth, name, ranks, main } = D.trees[mode];
   const parent = new Int32Array(depth.length).fill(-1);
   const open = [];
   for (let i = 0; i < depth.length; i++) {
@@ -215,15 +215,15 @@ function treeOf(mode) {
     parent[i] = open.length ? open[open.length - 1] : -1;
     open.push(i);
   }
-  return (TREES[mode] = { mode, depth, word, all: ranks, main, parent });
+  return (TREES[mode] = { mode, depth, name, all: ranks, main, parent });
 }
 
-/** The words of the stack that ends at a node, leaf first. */
+/** The names of the stack that ends at a node, leaf first. */
 function stackOf(mode, node) {
   const tree = treeOf(mode);
-  const words = [];
-  for (let at = node; at >= 0; at = tree.parent[at]) words.push(D.texts[tree.word[at]]);
-  return words;
+  const names = [];
+  for (let at = node; at >= 0; at = tree.parent[at]) names.push(D.texts[tree.name[at]]);
+  return names;
 }
 
 /** The threads of a sample, with their ids. */
@@ -242,13 +242,13 @@ function show(changes) {
 }
 const onlyRanks = (runs, why) => show({ filter: runs, why });
 
-/** The word of a group's innermost user frame, else of its deepest frame; none without a stack. */
+/** The name of a group's innermost user frame, else of its deepest frame; none without a stack. */
 function placeOf(group) {
   if (group.place !== undefined) return group.place;
   const sample = RANKS.get(group.runs[0])?.last;
   const thread = sample?.main === undefined ? null : D.threads[D.lists[sample.threads][sample.main]];
-  const words = thread?.python === undefined ? [] : stackOf("python", thread.python);
+  const names = thread?.python === undefined ? [] : stackOf("python", thread.python);
   const deepest = group.deepest === null ? null : D.texts[group.deepest];
-  return (group.place = words.find((word) => isOwn(splitWord(word)[1])) ?? deepest);
+  return (group.place = names.find((name) => isOwn(splitName(name)[1])) ?? deepest);
 }
-const nameOf = (group) => (placeOf(group) === null ? "no stack" : splitWord(placeOf(group))[0]);
+const nameOf = (group) => (placeOf(group) === null ? "no stack" : splitName(placeOf(group))[0]);

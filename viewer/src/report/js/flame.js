@@ -126,7 +126,7 @@ function buildFlames() {
   /** Number of the rank set of every node: of main threads, or of all. */
   const sets = () => (state.main ? tree.main : tree.all);
   const runsOfNode = (node) => setOf(sets()[node]);
-  const wordOf = (node) => D.texts[tree.word[node]];
+  const nameOfNode = (node) => D.texts[tree.name[node]];
   const ranksLabel = (node) => `@${labelOf(runsOfNode(node))}|${labelOf(complement(runsOfNode(node), WORLD))}`;
 
   /** First position in a row at which a frame ends after `x`. */
@@ -207,7 +207,7 @@ function buildFlames() {
   }
 
   function frameAt(node, x, w, above) {
-    const [func, file] = splitWord(wordOf(node));
+    const [func, file] = splitName(nameOfNode(node));
     const label = ranksLabel(node);
     const count = sizeOf(runsOfNode(node));
     const classes = ["node", colourOfSet(sets()[node])];
@@ -223,7 +223,7 @@ function buildFlames() {
         "aria-selected": `${state.chosen === node}`,
         "aria-label": `${func}, ${file}, ${count} of ${plural(WORLD, "rank")}: ${labelOf(runsOfNode(node)).replaceAll("/", ", ")}`,
         tabindex: state.chosen === node ? "0" : "-1",
-        title: `${wordOf(node)}${label}`,
+        title: `${nameOfNode(node)}${label}`,
         "data-node": node,
       },
       el("b", {}, func),
@@ -280,12 +280,12 @@ function buildFlames() {
     }
     const runs = runsOfNode(node);
     const rest = complement(runs, WORLD);
-    const word = wordOf(node);
+    const name = nameOfNode(node);
     const button = (set, text, why) =>
       el("button", { type: "button", class: "small", disabled: set.length === 0, onclick: () => onlyRanks(set, why) }, text);
-    const [func] = splitWord(word);
+    const [func] = splitName(name);
     detail.replaceChildren(
-      el("p", {}, frameText(word), el("code", { class: "label" }, ranksLabel(node))),
+      el("p", {}, frameText(name), el("code", { class: "label" }, ranksLabel(node))),
       el(
         "p",
         { class: "buttons" },
@@ -301,10 +301,10 @@ function buildFlames() {
     Object.assign(state, { needle, hits: new Set(), hitNodes: [], hitAt: -1 });
     if (needle) {
       const matches = new Map();
-      for (let node = 0; node < tree.word.length; node++) {
-        const word = tree.word[node];
-        if (!matches.has(word)) matches.set(word, D.texts[word].toLowerCase().includes(needle));
-        if (matches.get(word) && runsOfNode(node).length) state.hitNodes.push(node);
+      for (let node = 0; node < tree.name.length; node++) {
+        const name = tree.name[node];
+        if (!matches.has(name)) matches.set(name, D.texts[name].toLowerCase().includes(needle));
+        if (matches.get(name) && runsOfNode(node).length) state.hitNodes.push(node);
       }
       state.hits = new Set(state.hitNodes);
       const runs = union([...new Set(state.hitNodes.map((node) => sets()[node]))].map(setOf));

@@ -7,7 +7,7 @@ function cellTitle(rank) {
   const parts = [`rank ${rank}`];
   if (containsRank(CULPRITS, rank)) parts.push("culprit");
   if (condition === "alive" && entry) parts.push(D.texts[entry.last.state]);
-  else parts.push(CONDITIONS[condition].word);
+  else parts.push(CONDITIONS[condition].label);
   if (absentOf(rank)?.why) parts.push(absentOf(rank).why);
   if (nodeOf(rank)) parts.push(`on ${nodeOf(rank)}`);
   const group = groupOf(rank);
@@ -120,8 +120,8 @@ function buildLegend() {
   }
   for (const { condition, runs } of BY_CONDITION) {
     if (condition === "alive") continue;
-    const { sign, word } = CONDITIONS[condition];
-    const entry = chip(`none ${condition}`, `${word} (${sizeOf(runs)})`, runs, word);
+    const { sign, label } = CONDITIONS[condition];
+    const entry = chip(`none ${condition}`, `${label} (${sizeOf(runs)})`, runs, label);
     entry.querySelector(".key").textContent = sign;
     entries.push(entry);
   }
@@ -172,7 +172,7 @@ function drawPanel(rank) {
     ),
   );
   const facts = [
-    ["State", entry && condition === "alive" ? D.texts[entry.last.state] : [CONDITIONS[condition].word, entry ? D.texts[entry.last.state] : ""].filter(Boolean).join(": ")],
+    ["State", entry && condition === "alive" ? D.texts[entry.last.state] : [CONDITIONS[condition].label, entry ? D.texts[entry.last.state] : ""].filter(Boolean).join(": ")],
     ["Process", entry?.pid ? `${entry.pid}` : ""],
     ["Node", nodeOf(rank)],
     ["Command", entry ? D.texts[entry.command] : ""],
@@ -268,11 +268,11 @@ function suspendedOf({ thread, earlier }) {
   const nodes = suspended.slice(0, MOST_LISTED).map(({ description, stack }) => {
     // The root of the stack names what waits.
     const frames = stack === undefined ? [] : stackOf("suspended", stack).slice(0, -1);
-    const own = frames.find((word) => isOwn(splitWord(word)[1])) ?? frames[0];
+    const own = frames.find((name) => isOwn(splitName(name)[1])) ?? frames[0];
     const isNew = before && !before.has(stack);
     return lazy(
       el("summary", {}, el("b", {}, capital(D.texts[description])), isNew ? el("span", { class: "muted" }, " · not in the first sample") : null, own && frameText(own, "frame leaf")),
-      () => [el("ol", { class: "stack", start: "0" }, frames.map((word) => el("li", {}, frameText(word))))],
+      () => [el("ol", { class: "stack", start: "0" }, frames.map((name) => el("li", {}, frameText(name))))],
       "suspended",
     );
   });
@@ -298,18 +298,18 @@ function sampleBox(title, thread, other, mark) {
     box.append(el("p", { class: "muted" }, "This thread did not exist."));
     return box;
   }
-  for (const [mode, name] of [["python", "Python, innermost call first"], ["native", "Native, innermost call first"]]) {
+  for (const [mode, heading] of [["python", "Python, innermost call first"], ["native", "Native, innermost call first"]]) {
     if (thread[mode] === undefined) continue;
-    const words = stackOf(mode, thread[mode]);
+    const names = stackOf(mode, thread[mode]);
     const earlier = other?.[mode] === undefined ? [] : stackOf(mode, other[mode]);
     // Both stacks share their callers, so they are compared from the root.
     const fromRoot = (list, i, length) => list[list.length - (length - i)];
     box.append(
-      el("h5", {}, name),
+      el("h5", {}, heading),
       el(
         "ol",
         { class: "stack", start: "0" },
-        words.map((word, i) => el("li", { class: mark && fromRoot(earlier, i, words.length) !== word ? "changed" : null }, frameText(word))),
+        names.map((name, i) => el("li", { class: mark && fromRoot(earlier, i, names.length) !== name ? "changed" : null }, frameText(name))),
       ),
     );
   }

@@ -35,10 +35,10 @@ function pathText(path) {
   return el("span", { class: "file" }, el("span", { class: "dir" }, path.slice(0, at)), el("span", { class: "name" }, path.slice(at)));
 }
 
-/** A frame's word: function, then its file. */
-function frameText(word, className = "frame") {
-  const [func, file] = splitWord(word);
-  return el("span", { class: `${className}${isOwn(file) ? " own" : ""}`, title: word }, el("b", {}, func || "??"), file && pathText(file));
+/** The name of a frame: function, then its file. */
+function frameText(name, className = "frame") {
+  const [func, file] = splitName(name);
+  return el("span", { class: `${className}${isOwn(file) ? " own" : ""}`, title: name }, el("b", {}, func || "??"), file && pathText(file));
 }
 
 /** Ranks as a button that opens the only one, or limits the view to all of them. */
@@ -211,7 +211,7 @@ function culpritCard(rank) {
   const about = [
     nodeOf(rank),
     entry?.pid ? `pid ${entry.pid}` : "",
-    condition === "alive" && entry ? D.texts[entry.last.state] : CONDITIONS[condition].word,
+    condition === "alive" && entry ? D.texts[entry.last.state] : CONDITIONS[condition].label,
   ];
   return el(
     "div",
@@ -258,9 +258,9 @@ function buildGroups() {
   const lines = absent.map(({ condition, runs, node, why }) => ({
     className: CULPRITS.length && isSubset(runs, CULPRITS) ? "hot" : "",
     cells: [
-      [el("i", { class: `key none ${condition}`, "aria-hidden": "true" }, CONDITIONS[condition].sign), rankButton(runs, CONDITIONS[condition].word)],
+      [el("i", { class: `key none ${condition}`, "aria-hidden": "true" }, CONDITIONS[condition].sign), rankButton(runs, CONDITIONS[condition].label)],
       `${sizeOf(runs)}`,
-      capital(CONDITIONS[condition].word),
+      capital(CONDITIONS[condition].label),
       node || el("span", { class: "muted" }, "unknown"),
       why || el("span", { class: "muted" }, "unknown"),
     ],

@@ -36,18 +36,18 @@ pub(super) struct Search<'a> {
 }
 
 impl<'a> Search<'a> {
-    pub fn new(pid: i32, wchan: &'a str, tables: &'a Tables, deadline: Instant) -> Self {
+    pub(super) fn new(pid: i32, wchan: &'a str, tables: &'a Tables, deadline: Instant) -> Self {
         Search { pid, wchan, tables, deadline, tcp_sockets: OnceCell::new() }
     }
 
     /// The TCP sockets of the network namespace of the process.
-    pub fn tcp_sockets(&self) -> Option<&Table> {
+    pub(super) fn tcp_sockets(&self) -> Option<&Table> {
         let find = || self.tables.tcp_sockets.of_namespace(self.pid, self.deadline);
         self.tcp_sockets.get_or_init(find).as_deref()
     }
 
     /// The parent, and the descendants of the parent; without a parent, those of the process.
-    pub fn family(&self) -> impl Iterator<Item = i32> + use<> {
+    pub(super) fn family(&self) -> impl Iterator<Item = i32> + use<> {
         let parent = self.tables.parents.of(self.pid).filter(|parent| *parent > 1);
         let root = parent.unwrap_or(self.pid);
         let (descendants, _) = descendants_until(root, &HashSet::new(), Some(self.deadline));
@@ -56,7 +56,7 @@ impl<'a> Search<'a> {
     }
 
     /// Describes processes: children first, then the parent, then others.
-    pub fn holders(&self, pids: impl IntoIterator<Item = i32>) -> Vec<Holder> {
+    pub(super) fn holders(&self, pids: impl IntoIterator<Item = i32>) -> Vec<Holder> {
         let parent = self.tables.parents.of(self.pid);
         let is_child = |pid: i32| self.tables.parents.is_descendant(pid, self.pid, self.deadline);
         let mut pids: Vec<i32> = pids.into_iter().collect();

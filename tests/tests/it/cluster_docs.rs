@@ -1,5 +1,5 @@
-//! Runs the commands of docs/cluster.md word by word, each in a shell of its own, on three nodes
-//! and a head that are network namespaces.
+//! Runs the commands of docs/cluster.md, each in a shell of its own, on three nodes and a head that
+//! are network namespaces.
 
 use std::{
     fs,

@@ -164,8 +164,8 @@ fn the_viewer_on_a_folder_of_others() {
     verdict.timing.errors = vec![HOSTILE.into()];
     fs::write(folder.join("verdict.json"), serde_json::to_vec(&verdict).unwrap()).unwrap();
     let node =
-        TreeNode { word: 0, ranks: vec![xpu_timer_proto::v1::RankRun { first: 0, last: 2 }], ..Default::default() };
-    let tree = StackTree { words: vec![HOSTILE.into()], nodes: vec![node] };
+        TreeNode { name: 0, ranks: vec![xpu_timer_proto::v1::RankRun { first: 0, last: 2 }], ..Default::default() };
+    let tree = StackTree { names: vec![HOSTILE.into()], nodes: vec![node] };
     let trees = StackTrees { world_size: 3, native: Some(tree.clone()), python: Some(tree) };
     let (plain, output) = (folder.display().to_string(), job.dir.join("out"));
     let output = output.display().to_string();

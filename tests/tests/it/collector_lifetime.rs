@@ -230,8 +230,8 @@ fn verdict_outlasts(options: &str, spoil: impl Fn(&Path), mend: impl Fn(&Path), 
     assert!(words(&page("/verdict.txt").1).contains(&words(verdict["sentence"].as_str().expect("a sentence"))));
     let (_, list) = http("GET", job.port, "/incidents").expect("it answers");
     assert_eq!(list.matches(&id).count(), 1, "{list}");
-    let said = collector.stderr();
-    assert!(said.contains(named) && said.contains(&disk.0.display().to_string()), "{said}");
+    let stderr = collector.stderr();
+    assert!(stderr.contains(named) && stderr.contains(&disk.0.display().to_string()), "{stderr}");
     let is_partial = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().ends_with(".new");
     let left = fs::read_dir(place.join(format!("incident-{id}"))).into_iter().flatten().flatten();
     assert!(!left.into_iter().any(|entry| is_partial(&entry)), "no part of a file stays");
