@@ -462,6 +462,14 @@ pub(super) const LOCK_NATIVE: &[&str] = &[
 /// `futex` of x86-64.
 pub(super) const FUTEX_SYSCALL: i64 = 202;
 
+/// The function of the C library that lets other threads run. A thread that calls it again and again
+/// polls.
+pub(super) const YIELD_NATIVE: &str = "sched_yield";
+/// Files of libraries with a ring in shared memory (the message queues of vLLM and SGLang), and the
+/// functions that poll it.
+pub(super) const RING_FILES: &[&str] = &["/shm_broadcast.py"];
+pub(super) const RING_FUNCTIONS: &[&str] = &["acquire_read", "acquire_write"];
+
 /// The name of the code that the kernel makes a signal handler return to.
 pub(super) const SIGNAL_FRAME: &str = "<signal handler called>";
 

@@ -11,13 +11,13 @@ use xpu_timer_proto::{
 
 use super::{
     classify::{
-        TASK_LOCK, awaits_result, classify, classify_without, in_queue, joins_thread, queue_of_data, receives,
-        stuck_task, waits_for_network, waits_for_signal,
+        TASK_LOCK, awaits_result, classify, classify_without, in_queue, joins_thread, polls_ring, queue_of_data,
+        receives, stuck_task, waits_for_network, waits_for_signal, yields,
     },
     helpers,
     host::{
-        DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, Sample, ThreadStacks, ThreadWait, in_same_function,
-        movement, reporting_threads, samples, serves_socket, within_library,
+        DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, Polling, Sample, ThreadStacks, ThreadWait,
+        in_same_function, movement, reporting_threads, samples, serves_socket, within_library,
     },
     location::{locate, own_native_place, program},
     names::{base_name, frame_label, is_library, own_frame, own_place, stored_command},
@@ -106,6 +106,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         thread_waits,
         timed,
         awaits_result: main.1.is_some_and(|python| awaits_result(&python.frames)),
+        polling: before.zip(moved).and_then(|(before, moved)| polling(before, main, moved, (&observed, same_in_both))),
         has_locked_threads: listens && first.is_some_and(|first| has_locked_threads([first, last], main)),
         connections: connections(dump),
         observed,
@@ -127,14 +128,40 @@ fn activities(
     let in_one_function = || before.is_some_and(|before| in_same_function(before, main));
     let both = || did.iter().chain([&observed]);
     let asleep = both().find(|one| one.activity == Activity::Sleep).cloned();
-    let polls = idle && asleep.is_some() && in_one_function();
+    // A loop that lets other threads run polls as well, and uses a processor.
+    let yields = || before.is_some_and(|before| [before, main].iter().any(|(native, _)| yields(*native)));
+    let polls = (idle && asleep.is_some() || yields()) && in_one_function();
     let may_be_poll = |one: &ObservedActivity| {
         matches!(one.activity, Activity::Sleep | Activity::Running | Activity::Io | Activity::Unknown)
     };
-    match asleep.filter(|_| polls && both().all(may_be_poll)) {
+    match asleep.filter(|_| idle && polls && both().all(may_be_poll)) {
         Some(asleep) => (did.map(|_| Activity::Sleep), asleep, polls),
         None => (did.map(|did| did.activity), observed, polls),
     }
+}
+
+/// The memory that the main thread polls, if other processes share any with it. The thread stays in
+/// one function of the program, and wakes up again and again from a sleep, or only lets other
+/// threads run. One that computes looks otherwise the same.
+fn polling(
+    before: ThreadStacks<'_>,
+    main: ThreadStacks<'_>,
+    moved: Movement,
+    (observed, same_in_both): (&ObservedActivity, bool),
+) -> Option<Polling> {
+    let both = [main, before];
+    let sharers = both.iter().filter_map(|(native, _)| *native).map(|native| &native.sharers);
+    let sharers = sharers.into_iter().find(|sharers| !sharers.is_empty())?.clone();
+    let in_ring = both.iter().all(|(_, python)| python.is_some_and(|python| polls_ring(&python.frames)));
+    let wakes = match observed.activity {
+        Activity::Sleep => same_in_both && moved.main_ran && !moved.main_ran_seldom,
+        // Between two calls it may need the GIL.
+        Activity::Running | Activity::Gil => {
+            (moved.main_ran || moved.is_busy()) && both.iter().any(|(native, _)| yields(*native))
+        }
+        _ => false,
+    };
+    ((wakes || in_ring) && !moved.io && !moved.own_frame).then_some(Polling { sharers, in_ring })
 }
 
 fn has_frames((native, python): ThreadStacks<'_>) -> bool {

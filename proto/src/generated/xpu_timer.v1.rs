@@ -1155,6 +1155,18 @@ pub struct HostFacts {
     /// places are one.
     #[prost(message, repeated, tag = "33")]
     pub suspended: ::prost::alloc::vec::Vec<HostSuspended>,
+    /// Absent if the main thread polls no memory.
+    #[prost(message, optional, boxed, tag = "34")]
+    pub polling: ::core::option::Option<::prost::alloc::boxed::Box<HostPolling>>,
+}
+/// The main thread wakes up again and again, and other processes share memory with it.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct HostPolling {
+    #[prost(message, repeated, tag = "1")]
+    pub sharers: ::prost::alloc::vec::Vec<super::server::Holder>,
+    /// It is in a function of a library that polls a ring in shared memory.
+    #[prost(bool, tag = "2")]
+    pub in_ring: bool,
 }
 /// A task of asyncio or a greenlet that waits, or several.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
