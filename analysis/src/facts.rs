@@ -148,6 +148,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         awaits_result,
         has_locked_threads,
         polling,
+        rests,
         connections,
     } = stacks::read(dump, training);
     HostFacts {
@@ -186,6 +187,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         libraries: known_defects::libraries(dump),
         defect_signs: known_defects::signs(dump),
         tcp_connections: connections,
+        rests,
         polling: polling.map(|Polling { sharers, in_ring }| Box::new(HostPolling { sharers, in_ring })),
     }
 }
@@ -228,6 +230,7 @@ fn host_of_facts(facts: &HostFacts) -> Host {
         timed: facts.timed,
         awaits_result: facts.awaits_result,
         has_locked_threads: facts.has_locked_threads,
+        rests: facts.rests,
         polling: facts
             .polling
             .as_deref()

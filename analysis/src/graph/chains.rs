@@ -135,6 +135,9 @@ impl<'w, 'a> Chains<'w, 'a> {
         let is_typed = awaited.is_some_and(|one| one.kind() == AwaitedKind::File && is_held(one));
         match self.follow(member, &HashSet::new(), MAX_BRANCHES) {
             End::Process(chain) if is_typed && !chain.is_due => End::Unknown,
+            End::Process(chain) if self.ends_at_rest(&chain) => {
+                End::AtRest(chain.processes.last().map_or(member, |index| Member::Process(*index)))
+            }
             End::Rank(_) | End::Cycle(..) if is_typed => End::Unknown,
             end => end,
         }
@@ -186,6 +189,13 @@ impl Chains<'_, '_> {
             is_collective(operation) && is_member(id) && !is_inside(id, seq)
         };
         view.pending().any(awaits)
+    }
+
+    /// Whether the last process of a chain waits for its next request or task, and nothing shows that
+    /// it owes the end of an earlier one.
+    fn ends_at_rest(&self, chain: &Chain) -> bool {
+        let last = chain.processes.last().map(|index| Member::Process(*index));
+        !chain.is_due && last.is_some_and(|last| self.host(last).rests && !self.state(last).cannot_continue())
     }
 
     fn is_halted(&self, member: Member) -> bool {
@@ -604,6 +614,7 @@ impl Chains<'_, '_> {
             };
             match end {
                 End::Back => drop(reached.inside.insert(member)),
+                End::Process(ref chain) if self.ends_at_rest(chain) => {}
                 End::Rank(index) => reached.ends.push((Member::Rank(index), self.state(Member::Rank(index)), end)),
                 End::Process(ref chain) => {
                     let last = chain.processes.last().copied().unwrap_or_default();

@@ -264,9 +264,10 @@ pub(super) fn to_come(world: &World<'_>) -> Vec<ToCome> {
     // A process that waits for a message is a helper at rest.
     let is_at_rest = |index: &usize| {
         let host = &processes[*index].host;
-        host.awaited.as_ref().is_some_and(|awaited| {
-            is_stream(awaited.kind()) && awaited.holders.iter().any(|holder| holder.pid != host.pid)
-        })
+        host.rests
+            || host.awaited.as_ref().is_some_and(|awaited| {
+                is_stream(awaited.kind()) && awaited.holders.iter().any(|holder| holder.pid != host.pid)
+            })
     };
     let children: Vec<usize> = all.filter(is_child).filter(|index| !is_at_rest(index)).collect();
     let stuck: Vec<usize> = children.iter().copied().filter(|index| states[*index].is_stuck()).collect();

@@ -626,6 +626,50 @@ fn a_killed_process_is_the_culprit_if_a_rank_polls_the_memory_that_they_shared()
     assert_eq!(culprits(&judged(Stack::checkpoint(), &[1002])), [(Some(2), 1002)], "the rank is busy elsewhere");
 }
 
+#[test]
+fn a_worker_between_two_tasks_and_a_service_between_two_requests_are_no_end_of_a_chain() {
+    const LOKY: &str = "/v/site-packages/joblib/externals/loky/process_executor.py:430";
+    const QUEUE: (&str, &str) = ("Queue.get", "/usr/lib/python3.11/multiprocessing/queues.py:102");
+    let (worker, in_loop) = ("python3 -m joblib.externals.loky.backend.popen_loky_posix", ("_process_worker", LOKY));
+    let waits = Stack::new(&[QUEUE, in_loop], &["__futex_abstimed_wait_common64", "sem_clockwait"]);
+    let works = Stack::new(&[("tokenize", "/job/tokens.py:7"), in_loop], &["futex_wait", "pthread_mutex_lock"]);
+    // A thread of a rank that waits for a lock of its own manages the pool.
+    let judged = |stack: &Stack| {
+        let mut job = behind(2, Stack::lock());
+        job.flight(2).rank.as_mut().expect("it is known").pid = 1002;
+        let mut manager = native_thread(5002, &["poll"], "S (sleeping)", "", None, 9);
+        let holders = vec![Holder { pid: 1050, child: true, ..Holder::default() }];
+        manager.awaited = Some(Awaited { kind: AwaitedKind::Pipe.into(), holders, ..Default::default() });
+        job.thread(2, manager, None);
+        job.process(50, worker, stack.clone());
+        culprits(&job.judge())
+    };
+    assert_eq!(judged(&waits), [(Some(2), 1002)]);
+    assert_eq!(judged(&waits.clone().state("T (stopped)", "")), [(None, 1050)]);
+    assert_eq!(judged(&works), [(None, 1050)]);
+    let served = |command: &str, stack: &Stack, kind: AwaitedKind| {
+        let mut job = behind_engine(stack.clone());
+        job.evidence.processes[0].dump.as_mut().expect("a dump").command = command.into();
+        chained(&mut job, 0, kind, "", &[]);
+        culprits(&job.judge())
+    };
+    let tracker = "python3 -c from multiprocessing.resource_tracker import main;main(7)";
+    let reads = Stack::new(&[("main", "/usr/lib/python3.11/multiprocessing/resource_tracker.py:239")], &["read"]);
+    let agent = "/v/site-packages/torch/distributed/elastic/agent/server/api.py:929";
+    let sleeps = Stack::new(&[("SimpleElasticAgent._invoke_run", agent)], &["clock_nanosleep"]);
+    let raylet = Stack::new(&[], &["epoll_wait"]);
+    for (command, stack, kind) in [
+        (tracker, &reads, AwaitedKind::Pipe),
+        ("/opt/venv/bin/python3 /opt/venv/bin/torchrun train.py", &sleeps, AwaitedKind::Unspecified),
+        ("/v/ray/core/src/ray/raylet/raylet --socket=x", &raylet, AwaitedKind::Several),
+    ] {
+        assert_eq!(served(command, stack, kind), [(Some(2), 1002)], "{command}");
+        assert_eq!(served(command, &stack.clone().state("T (stopped)", ""), kind), [(None, 1050)], "{command}");
+        assert_eq!(served("python3 engine.py", &Stack::lock(), kind), [(None, 1050)]);
+    }
+    assert_eq!(served(tracker, &reads, AwaitedKind::File), [(None, 1050)], "a file does not answer");
+}
+
 /// Polls memory: it sleeps for a short time, again and again.
 fn polls() -> Stack {
     Stack::sleep().with(|stack| stack.switches = 900)

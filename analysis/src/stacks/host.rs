@@ -181,6 +181,8 @@ pub(crate) struct Host {
     pub has_locked_threads: bool,
     /// The memory that its main thread polls, if it polls any.
     pub polling: Option<Polling>,
+    /// It serves other processes, or works on their tasks, and waits for the next request or task.
+    pub rests: bool,
     /// Its TCP connections to other machines.
     pub connections: Vec<TcpConnection>,
 }

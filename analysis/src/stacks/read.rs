@@ -22,6 +22,7 @@ use super::{
     location::{locate, own_native_place, program},
     names::{base_name, frame_label, is_library, own_frame, own_place, stored_command},
     patterns::{self, FREEZER_WCHAN},
+    services::{awaits_task, is_between_requests},
 };
 use crate::verdict::Activity;
 
@@ -72,8 +73,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
     let in_one_call = matches!(observed.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
     let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
-    let waits_for_helpers = may_wait_for_helpers(observed.activity);
-    let work = if waits_for_helpers { helpers::work(dump, pid, main) } else { helpers::HelperWork::default() };
+    let work = may_wait_for_helpers(observed.activity).then(|| helpers::work(dump, pid, main)).unwrap_or_default();
     let stuck = main.1.filter(|_| observed.witness == TASK_LOCK).and_then(stuck_task);
     let stuck = stuck.map(|task| PySpyStacktrace { frames: task.frames.clone(), ..Default::default() });
     let flows = before.is_some_and(|before| serves_socket(before, main));
@@ -91,7 +91,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
             && before.is_some_and(|before| within_library(before, main)),
         ..moved
     });
-    Host {
+    let host = Host {
         pid: dump.pid,
         parent_pid: dump.parent_pid,
         ended_parent_pid: dump.ended_parent_pid,
@@ -108,9 +108,28 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         awaits_result: main.1.is_some_and(|python| awaits_result(&python.frames)),
         polling: before.zip(moved).and_then(|(before, moved)| polling(before, main, moved, (&observed, same_in_both))),
         has_locked_threads: listens && first.is_some_and(|first| has_locked_threads([first, last], main)),
+        rests: false,
         connections: connections(dump),
         observed,
-    }
+    };
+    Host { rests: rests(&host, dump, main.1), ..host }
+}
+
+/// Whether a process serves others or works on their tasks, and waits for the next request or task:
+/// for a message, for the end of a child, or for some time. A program without Python may wait so in
+/// a lock.
+fn rests(host: &Host, dump: &Stacktrace, python: Option<&PySpyStacktrace>) -> bool {
+    use AwaitedKind::{Child, Event, Pipe, Several, Socket};
+    let frames = python.map_or(&[][..], |python| &python.frames);
+    let awaits = match host.observed.activity {
+        Activity::Io => {
+            host.awaited.as_ref().is_some_and(|one| matches!(one.kind(), Child | Event | Pipe | Several | Socket))
+        }
+        Activity::Lock | Activity::DataLoader => dump.py_stacktrace.is_empty() || awaits_task(frames),
+        Activity::Sleep | Activity::Unknown => true,
+        _ => false,
+    };
+    awaits && host.frozen() && !host.halted() && !host.is_in_send() && is_between_requests(&dump.command, frames)
 }
 
 /// The activity of the main thread in the first sample and in the last one, and whether the thread

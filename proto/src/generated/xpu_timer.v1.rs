@@ -1158,6 +1158,9 @@ pub struct HostFacts {
     /// Absent if the main thread polls no memory.
     #[prost(message, optional, boxed, tag = "34")]
     pub polling: ::core::option::Option<::prost::alloc::boxed::Box<HostPolling>>,
+    /// It serves other processes, or works on their tasks, and waits for the next request or task.
+    #[prost(bool, tag = "35")]
+    pub rests: bool,
 }
 /// The main thread wakes up again and again, and other processes share memory with it.
 #[derive(Clone, PartialEq, ::prost::Message)]
