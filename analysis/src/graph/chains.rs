@@ -191,8 +191,8 @@ impl Chains<'_, '_> {
         view.pending().any(awaits)
     }
 
-    /// Whether the last process of a chain waits for its next request or task, and nothing shows that
-    /// it owes the end of an earlier one.
+    /// Whether the last process of a chain waits for its next request or task, and nothing shows
+    /// that it owes the end of an earlier one.
     fn ends_at_rest(&self, chain: &Chain) -> bool {
         let last = chain.processes.last().map(|index| Member::Process(*index));
         !chain.is_due && last.is_some_and(|last| self.host(last).rests && !self.state(last).cannot_continue())
@@ -305,9 +305,9 @@ impl Chains<'_, '_> {
     }
 
     /// The end of a chain at a process that polls memory: of the processes that share the memory
-    /// with it, or with others that poll too, the only one that is stuck. A process that sleeps in a
-    /// loop for another reason looks the same. So one that may be at rest is no end: it waits for a
-    /// process that polls, or through another thread. In a job in which nobody waits in an
+    /// with it, or with others that poll too, the only one that is stuck. A process that sleeps in
+    /// a loop for another reason looks the same. So one that may be at rest is no end: it waits for
+    /// a process that polls, or through another thread. In a job in which nobody waits in an
     /// operation, the end must be unable to continue, unless a library is known to poll.
     fn through_memory(&self, current: Member, seen: &HashSet<Member>, branches: usize) -> Option<End> {
         let in_ring = self.polling(current)?.in_ring;
@@ -352,8 +352,8 @@ impl Chains<'_, '_> {
         host.polling.as_ref().filter(|_| !host.halted() && !in_operation && host.awaited.is_none())
     }
 
-    /// The known processes that share the memory which a member polls, without ranks in an operation
-    /// and launchers: these wait for the ranks all the time.
+    /// The known processes that share the memory which a member polls, without ranks in an
+    /// operation and launchers: these wait for the ranks all the time.
     fn sharers(&self, member: Member) -> Vec<Member> {
         let holders = self.polling(member).map_or(&[][..], |polling| &polling.sharers);
         let known = holders.iter().filter_map(|holder| self.by_pid.get(&(self.node(member), holder.pid)).copied());

@@ -297,8 +297,8 @@ pub(super) fn polls_ring(frames: &[PySpyFrame]) -> bool {
     })
 }
 
-/// Whether a thread lets other threads run, and is ready to run itself. On its way back to Python it
-/// may be in inner functions.
+/// Whether a thread lets other threads run, and is ready to run itself. On its way back to Python
+/// it may be in inner functions.
 pub(super) fn yields(native: Option<&PstackStacktrace>) -> bool {
     Thread { native, python: None }.functions().take(8).any(|function| function.contains(patterns::YIELD_NATIVE))
 }

@@ -482,8 +482,8 @@ pub(super) const LOCK_NATIVE: &[&str] = &[
 /// `futex` of x86-64.
 pub(super) const FUTEX_SYSCALL: i64 = 202;
 
-/// The function of the C library that lets other threads run. A thread that calls it again and again
-/// polls.
+/// The function of the C library that lets other threads run. A thread that calls it again and
+/// again polls.
 pub(super) const YIELD_NATIVE: &str = "sched_yield";
 /// Files of libraries with a ring in shared memory (the message queues of vLLM and SGLang), and the
 /// functions that poll it.

@@ -99,8 +99,8 @@ fn sharers(search: &Search<'_>, object: &Mapping) -> Vec<i32> {
     relatives.filter(has_it).collect()
 }
 
-/// Beginnings of the names of memory that nobody polls while it waits for another process outside of
-/// a collective: of semaphores, tensors and object stores, of device drivers, of libraries of
+/// Beginnings of the names of memory that nobody polls while it waits for another process outside
+/// of a collective: of semaphores, tensors and object stores, of device drivers, of libraries of
 /// collectives, and of the hook.
 const NOT_POLLED: [&str; 22] = [
     "sem.",
