@@ -73,7 +73,8 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
     let in_one_call = matches!(observed.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
     let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
-    let work = may_wait_for_helpers(observed.activity).then(|| helpers::work(dump, pid, main)).unwrap_or_default();
+    let work =
+        if may_wait_for_helpers(observed.activity) { helpers::work(dump, pid, main) } else { Default::default() };
     let stuck = main.1.filter(|_| observed.witness == TASK_LOCK).and_then(stuck_task);
     let stuck = stuck.map(|task| PySpyStacktrace { frames: task.frames.clone(), ..Default::default() });
     let flows = before.is_some_and(|before| serves_socket(before, main));
