@@ -7,14 +7,14 @@ use xpu_timer_proto::{
     kernels,
     server::{Library, Stacktrace},
     v1::{
-        FlightRecord, HostActivity, HostFacts, HostGilHolder, HostHelper, HostMovement, HostSleep, HostThreadWait,
-        KernelLaunches, OpStatus, ProcessEvidence, RankEvidence,
+        FlightRecord, HostActivity, HostFacts, HostGilHolder, HostHelper, HostMovement, HostPolling, HostSleep,
+        HostThreadWait, KernelLaunches, OpStatus, ProcessEvidence, RankEvidence,
     },
 };
 
 use crate::{
     known_defects,
-    stacks::{self, DSleep, GilHolder, Host, Movement, ObservedActivity, StuckHelper, ThreadWait},
+    stacks::{self, DSleep, GilHolder, Host, Movement, ObservedActivity, Polling, StuckHelper, ThreadWait},
     suspended,
     verdict::{Activity, Location},
 };
@@ -147,6 +147,8 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         timed,
         awaits_result,
         has_locked_threads,
+        polling,
+        rests,
         connections,
     } = stacks::read(dump, training);
     HostFacts {
@@ -185,6 +187,8 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         libraries: known_defects::libraries(dump),
         defect_signs: known_defects::signs(dump),
         tcp_connections: connections,
+        rests,
+        polling: polling.map(|Polling { sharers, in_ring }| Box::new(HostPolling { sharers, in_ring })),
     }
 }
 
@@ -226,6 +230,11 @@ fn host_of_facts(facts: &HostFacts) -> Host {
         timed: facts.timed,
         awaits_result: facts.awaits_result,
         has_locked_threads: facts.has_locked_threads,
+        rests: facts.rests,
+        polling: facts
+            .polling
+            .as_deref()
+            .map(|polling| Polling { sharers: polling.sharers.clone(), in_ring: polling.in_ring }),
         moved: facts.moved.as_ref().map(|moved| Movement {
             cpu_share: moved.cpu_share,
             io_bytes: moved.io_bytes,

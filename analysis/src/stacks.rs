@@ -20,8 +20,8 @@ pub(crate) use helpers::{
     GilHolder, NO_OTHER_THREAD, StuckHelper, compiler_child, gil_holder, other_thread, stuck_helper,
 };
 pub(crate) use host::{
-    DSleep, Host, Movement, ObservedActivity, STANDARD_INPUT, Sample, ThreadWait, is_terminal, of_process as sample_of,
-    samples,
+    DSleep, Host, Movement, ObservedActivity, Polling, STANDARD_INPUT, Sample, ThreadWait, is_terminal,
+    of_process as sample_of, samples,
 };
 pub(crate) use names::{base_name, plain, shortened};
 pub use names::{native_place, own_frame, own_place};

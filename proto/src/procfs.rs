@@ -16,7 +16,7 @@ mod thread;
 
 pub use children::{Parents, children, descendants, descendants_until, pids, program_cmdline, threads};
 pub use files::{Error, boot_id, cmdline, environ, field, io_bytes, name, owner, ptrace_scope, variable};
-pub use maps::{Mapping, SharedObject, mapped_files, mapped_pages, maps, shared_objects};
+pub use maps::{Mapping, SharedObject, mapped_files, mapped_pages, maps, shared_mappings, shared_objects};
 pub use mounts::{Mount, device_of_mount, file_system_type, mounts, parse_mounts};
 pub use sockets::{LISTEN, MAX_FILES, SOCKET, TcpSocket, find_tcp_socket, inode_of};
 pub use status::{

@@ -10,7 +10,7 @@ use xpu_timer_proto::{
 
 use crate::{
     facts,
-    stacks::{self, Host, ProcessState},
+    stacks::{self, Host, Polling, ProcessState},
     verdict::Activity,
     world::{ProcessView, World, is_collective},
 };
@@ -23,6 +23,15 @@ const MAX_BRANCHES: usize = 3;
 pub(super) enum Member {
     Rank(usize),
     Process(usize),
+}
+
+impl Member {
+    fn process(self) -> Option<usize> {
+        match self {
+            Member::Process(index) => Some(index),
+            Member::Rank(_) => None,
+        }
+    }
 }
 
 /// The end of a chain.
@@ -78,7 +87,7 @@ impl Chain {
 
 /// What all processes wait for.
 pub(super) struct Chains<'w, 'a> {
-    world: &'w World<'a>,
+    pub world: &'w World<'a>,
     by_pid: HashMap<(&'w str, i32), Member>,
     /// By the local and the remote address.
     by_connection: HashMap<(&'w str, &'w str), Vec<Member>>,
@@ -126,6 +135,9 @@ impl<'w, 'a> Chains<'w, 'a> {
         let is_typed = awaited.is_some_and(|one| one.kind() == AwaitedKind::File && is_held(one));
         match self.follow(member, &HashSet::new(), MAX_BRANCHES) {
             End::Process(chain) if is_typed && !chain.is_due => End::Unknown,
+            End::Process(chain) if self.ends_at_rest(&chain) => {
+                End::AtRest(chain.processes.last().map_or(member, |index| Member::Process(*index)))
+            }
             End::Rank(_) | End::Cycle(..) if is_typed => End::Unknown,
             end => end,
         }
@@ -161,23 +173,6 @@ impl Chains<'_, '_> {
         }
     }
 
-    /// Whether all processes of a chain descend from the rank at its beginning, by the parents that
-    /// are known.
-    pub(super) fn descend_from(&self, waiter: usize, chain: &[usize]) -> bool {
-        let view = &self.world.views[waiter];
-        let mut family = HashSet::from([view.pid().unwrap_or(0)]);
-        let awaited = view.host.awaited.iter().flat_map(|awaited| &awaited.holders);
-        family.extend(awaited.filter(|holder| holder.child).map(|holder| holder.pid));
-        chain.iter().all(|index| {
-            let host = &self.world.processes[*index].host;
-            let belongs = family.contains(&host.pid) || family.contains(&host.parent_pid);
-            family.insert(host.pid);
-            let awaited = host.awaited.iter().flat_map(|awaited| &awaited.holders);
-            family.extend(awaited.filter(|holder| belongs && holder.child).map(|holder| holder.pid));
-            belongs
-        })
-    }
-
     fn waits_in_operation(&self, rank_index: usize) -> bool {
         let view = &self.world.views[rank_index];
         view.host.observed.activity == Activity::DeviceWait || view.pending().any(is_collective)
@@ -194,6 +189,13 @@ impl Chains<'_, '_> {
             is_collective(operation) && is_member(id) && !is_inside(id, seq)
         };
         view.pending().any(awaits)
+    }
+
+    /// Whether the last process of a chain waits for its next request or task, and nothing shows
+    /// that it owes the end of an earlier one.
+    fn ends_at_rest(&self, chain: &Chain) -> bool {
+        let last = chain.processes.last().map(|index| Member::Process(*index));
+        !chain.is_due && last.is_some_and(|last| self.host(last).rests && !self.state(last).cannot_continue())
     }
 
     fn is_halted(&self, member: Member) -> bool {
@@ -295,8 +297,87 @@ impl Chains<'_, '_> {
                 chain.processes.push(only);
                 End::Process(Chain { is_certain: false, ..chain })
             }
-            _ => self.through_threads(current, chain, seen, branches),
+            _ => match self.through_memory(current, seen, branches) {
+                Some(end) => end.after(chain),
+                None => self.through_threads(current, chain, seen, branches),
+            },
         }
+    }
+
+    /// The end of a chain at a process that polls memory: of the processes that share the memory
+    /// with it, or with others that poll too, the only one that is stuck. A process that sleeps in
+    /// a loop for another reason looks the same. So one that may be at rest is no end: it waits for
+    /// a process that polls, or through another thread. In a job in which nobody waits in an
+    /// operation, the end must be unable to continue, unless a library is known to poll.
+    fn through_memory(&self, current: Member, seen: &HashSet<Member>, branches: usize) -> Option<End> {
+        let in_ring = self.polling(current)?.in_ring;
+        let mut pollers = vec![current];
+        let mut reached_from: HashMap<Member, Member> = HashMap::new();
+        let mut others = Vec::new();
+        for index in 0.. {
+            let Some(poller) = pollers.get(index).copied() else { break };
+            for member in self.sharers(poller) {
+                let is_new = !seen.contains(&member) && !pollers.contains(&member) && !others.contains(&member);
+                if is_new {
+                    reached_from.insert(member, poller);
+                    let polls = self.polling(member).is_some();
+                    if polls { pollers.push(member) } else { others.push(member) }
+                }
+            }
+        }
+        let inside: HashSet<Member> = seen.iter().chain(&pollers).copied().collect();
+        let candidates: Vec<Candidate> = others.into_iter().map(Candidate::of).collect();
+        let mut reached = self.branches(&candidates, &inside, branches);
+        let is_due = in_ring || (0..self.world.views.len()).any(|rank_index| self.waits_in_operation(rank_index));
+        reached.ends.retain(|(member, state, _)| {
+            state.cannot_continue() || is_due && state.is_stuck() && !self.may_rest(*member, state, &inside)
+        });
+        let behind = match reached.likely_end(|_| true)? {
+            End::Process(behind) => behind,
+            end => return Some(end),
+        };
+        let first = behind.processes.first().map(|index| Member::Process(*index));
+        let way =
+            std::iter::successors(first, |member| reached_from.get(member).copied().filter(|one| *one != current));
+        let mut processes: Vec<usize> = way.skip(1).filter_map(Member::process).collect();
+        processes.reverse();
+        processes.extend(&behind.processes);
+        Some(End::Process(Chain { processes, ..behind }))
+    }
+
+    /// The memory that a member polls. A rank in an operation polls for that.
+    fn polling(&self, member: Member) -> Option<&Polling> {
+        let host = self.host(member);
+        let in_operation = matches!(member, Member::Rank(index) if self.waits_in_operation(index));
+        host.polling.as_ref().filter(|_| !host.halted() && !in_operation && host.awaited.is_none())
+    }
+
+    /// The known processes that share the memory which a member polls, without ranks in an
+    /// operation and launchers: these wait for the ranks all the time.
+    fn sharers(&self, member: Member) -> Vec<Member> {
+        let holders = self.polling(member).map_or(&[][..], |polling| &polling.sharers);
+        let known = holders.iter().filter_map(|holder| self.by_pid.get(&(self.node(member), holder.pid)).copied());
+        let waits = |member: Member| matches!(member, Member::Rank(index) if self.waits_in_operation(index));
+        known.filter(|member| !waits(*member) && !self.waits_for_its_ranks(*member)).collect()
+    }
+
+    /// Whether a process in this state, which is stuck, may only be at rest: it waits for one of
+    /// `members`, for another process that is not known, for some time, or through another thread.
+    fn may_rest(&self, member: Member, state: &ProcessState, members: &HashSet<Member>) -> bool {
+        let host = self.host(member);
+        let awaited = host.awaited.as_ref();
+        let next = awaited.map_or_else(Vec::new, |awaited| self.next(member, awaited).candidates());
+        let is_for_others = match state {
+            ProcessState::StuckInIo => awaited.is_none_or(|awaited| !awaited.name.starts_with('/')),
+            ProcessState::WaitsForLock => {
+                stacks::is_shared_lock(&host.observed.witness)
+                    || awaited.is_some_and(|awaited| awaited.kind() != AwaitedKind::Mutex)
+                    || host.timed == Some(true)
+            }
+            _ => false,
+        };
+        let in_members = next.iter().any(|one| members.contains(&one.member));
+        is_for_others || in_members || !host.thread_waits.is_empty()
     }
 
     /// The end of a chain that leads to a member for the second time.
@@ -420,36 +501,13 @@ impl Chains<'_, '_> {
         matches!(next, Some(Next::One(store)) if !self.state(store).cannot_continue())
     }
 
-    /// Whether a rank waits for a message, and the sender is not known.
-    pub(super) fn has_unknown_peer(&self, rank_index: usize) -> bool {
-        let member = Member::Rank(rank_index);
-        let awaited = self.host(member).awaited.as_ref();
-        self.waits_for_message(member) && awaited.is_some_and(|awaited| awaited.holders.is_empty())
-    }
-
-    /// Whether a rank waits without a timeout for a lock of its own threads, and none of these
-    /// waits for anything else.
-    pub(super) fn is_locked_in(&self, rank_index: usize) -> bool {
-        let member = Member::Rank(rank_index);
-        let host = self.host(member);
-        let is_own = host.awaited.as_ref().is_none_or(|awaited| awaited.kind() == AwaitedKind::Mutex);
-        let waits = matches!(self.state(member), ProcessState::WaitsForLock) && host.same_in_both;
-        waits && is_own && host.thread_waits.is_empty() && self.is_closed(member, &HashSet::new())
-    }
-
     /// Whether the main thread of a process waits for a message of another one. One that sends has
     /// something to do.
-    fn waits_for_message(&self, member: Member) -> bool {
+    pub(super) fn waits_for_message(&self, member: Member) -> bool {
         use AwaitedKind::{Event, MessageQueue, Pipe, Several, Socket};
         let host = self.host(member);
         let is_message = |awaited: &Awaited| matches!(awaited.kind(), Pipe | Socket | Several | Event | MessageQueue);
         host.awaited.as_ref().is_some_and(is_message) && !self.host(member).is_in_send()
-    }
-
-    /// Whether the main thread of a process sends to another one.
-    pub(super) fn sends(&self, member: Member) -> bool {
-        let awaited = self.host(member).awaited.as_ref();
-        awaited.is_some_and(|awaited| is_stream(awaited.kind())) && self.host(member).is_in_send()
     }
 
     /// Whether a process that waits for clients has taken the requests of all its clients and
@@ -556,6 +614,7 @@ impl Chains<'_, '_> {
             };
             match end {
                 End::Back => drop(reached.inside.insert(member)),
+                End::Process(ref chain) if self.ends_at_rest(chain) => {}
                 End::Rank(index) => reached.ends.push((Member::Rank(index), self.state(Member::Rank(index)), end)),
                 End::Process(ref chain) => {
                     let last = chain.processes.last().copied().unwrap_or_default();

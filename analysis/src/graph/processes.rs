@@ -3,6 +3,8 @@
 
 use std::collections::{BTreeSet, HashSet};
 
+use xpu_timer_proto::server::AwaitedKind;
+
 use super::{
     builder::ResourceWait,
     chains::{Chain, Chains, End, Member, is_stream},
@@ -114,6 +116,49 @@ pub(super) fn waits(world: &World<'_>) -> Waits {
     waits
 }
 
+/// Facts about a rank at the beginning of a chain.
+impl Chains<'_, '_> {
+    /// Whether all processes of a chain descend from the rank at its beginning, by the parents that
+    /// are known.
+    fn descend_from(&self, waiter: usize, chain: &[usize]) -> bool {
+        let view = &self.world.views[waiter];
+        let mut family = HashSet::from([view.pid().unwrap_or(0)]);
+        let awaited = view.host.awaited.iter().flat_map(|awaited| &awaited.holders);
+        family.extend(awaited.filter(|holder| holder.child).map(|holder| holder.pid));
+        chain.iter().all(|index| {
+            let host = &self.world.processes[*index].host;
+            let belongs = family.contains(&host.pid) || family.contains(&host.parent_pid);
+            family.insert(host.pid);
+            let awaited = host.awaited.iter().flat_map(|awaited| &awaited.holders);
+            family.extend(awaited.filter(|holder| belongs && holder.child).map(|holder| holder.pid));
+            belongs
+        })
+    }
+
+    /// Whether a rank waits for a message, and the sender is not known.
+    fn has_unknown_peer(&self, rank_index: usize) -> bool {
+        let member = Member::Rank(rank_index);
+        let awaited = self.host(member).awaited.as_ref();
+        self.waits_for_message(member) && awaited.is_some_and(|awaited| awaited.holders.is_empty())
+    }
+
+    /// Whether a rank waits without a timeout for a lock of its own threads, and none of these
+    /// waits for anything else.
+    fn is_locked_in(&self, rank_index: usize) -> bool {
+        let member = Member::Rank(rank_index);
+        let host = self.host(member);
+        let is_own = host.awaited.as_ref().is_none_or(|awaited| awaited.kind() == AwaitedKind::Mutex);
+        let waits = matches!(self.state(member), ProcessState::WaitsForLock) && host.same_in_both;
+        waits && is_own && host.thread_waits.is_empty() && self.is_closed(member, &HashSet::new())
+    }
+
+    /// Whether the main thread of a process sends to another one.
+    fn sends(&self, member: Member) -> bool {
+        let awaited = self.host(member).awaited.as_ref();
+        awaited.is_some_and(|awaited| is_stream(awaited.kind())) && self.host(member).is_in_send()
+    }
+}
+
 /// The cycles of ranks that wait for resources of each other and that nothing else wakes.
 fn cycles(chains: &Chains<'_, '_>, waits: &[ResourceWait]) -> Vec<Vec<usize>> {
     let holder = |waiter: usize| {
@@ -219,9 +264,10 @@ pub(super) fn to_come(world: &World<'_>) -> Vec<ToCome> {
     // A process that waits for a message is a helper at rest.
     let is_at_rest = |index: &usize| {
         let host = &processes[*index].host;
-        host.awaited.as_ref().is_some_and(|awaited| {
-            is_stream(awaited.kind()) && awaited.holders.iter().any(|holder| holder.pid != host.pid)
-        })
+        host.rests
+            || host.awaited.as_ref().is_some_and(|awaited| {
+                is_stream(awaited.kind()) && awaited.holders.iter().any(|holder| holder.pid != host.pid)
+            })
     };
     let children: Vec<usize> = all.filter(is_child).filter(|index| !is_at_rest(index)).collect();
     let stuck: Vec<usize> = children.iter().copied().filter(|index| states[*index].is_stuck()).collect();

@@ -627,6 +627,189 @@ fn a_killed_process_is_the_culprit_if_a_rank_polls_the_memory_that_they_shared()
 }
 
 #[test]
+fn a_worker_between_two_tasks_and_a_service_between_two_requests_are_no_end_of_a_chain() {
+    const LOKY: &str = "/v/site-packages/joblib/externals/loky/process_executor.py:430";
+    const QUEUE: (&str, &str) = ("Queue.get", "/usr/lib/python3.11/multiprocessing/queues.py:102");
+    let (worker, in_loop) = ("python3 -m joblib.externals.loky.backend.popen_loky_posix", ("_process_worker", LOKY));
+    let waits = Stack::new(&[QUEUE, in_loop], &["__futex_abstimed_wait_common64", "sem_clockwait"]);
+    let works = Stack::new(&[("tokenize", "/job/tokens.py:7"), in_loop], &["futex_wait", "pthread_mutex_lock"]);
+    // A thread of a rank that waits for a lock of its own manages the pool.
+    let judged = |stack: &Stack| {
+        let mut job = behind(2, Stack::lock());
+        job.flight(2).rank.as_mut().expect("it is known").pid = 1002;
+        let mut manager = native_thread(5002, &["poll"], "S (sleeping)", "", None, 9);
+        let holders = vec![Holder { pid: 1050, child: true, ..Holder::default() }];
+        manager.awaited = Some(Awaited { kind: AwaitedKind::Pipe.into(), holders, ..Default::default() });
+        job.thread(2, manager, None);
+        job.process(50, worker, stack.clone());
+        culprits(&job.judge())
+    };
+    assert_eq!(judged(&waits), [(Some(2), 1002)]);
+    assert_eq!(judged(&waits.clone().state("T (stopped)", "")), [(None, 1050)]);
+    assert_eq!(judged(&works), [(None, 1050)]);
+    let served = |command: &str, stack: &Stack, kind: AwaitedKind| {
+        let mut job = behind_engine(stack.clone());
+        job.evidence.processes[0].dump.as_mut().expect("a dump").command = command.into();
+        chained(&mut job, 0, kind, "", &[]);
+        culprits(&job.judge())
+    };
+    let tracker = "python3 -c from multiprocessing.resource_tracker import main;main(7)";
+    let reads = Stack::new(&[("main", "/usr/lib/python3.11/multiprocessing/resource_tracker.py:239")], &["read"]);
+    let agent = "/v/site-packages/torch/distributed/elastic/agent/server/api.py:929";
+    let sleeps = Stack::new(&[("SimpleElasticAgent._invoke_run", agent)], &["clock_nanosleep"]);
+    let raylet = Stack::new(&[], &["epoll_wait"]);
+    for (command, stack, kind) in [
+        (tracker, &reads, AwaitedKind::Pipe),
+        ("/opt/venv/bin/python3 /opt/venv/bin/torchrun train.py", &sleeps, AwaitedKind::Unspecified),
+        ("/v/ray/core/src/ray/raylet/raylet --socket=x", &raylet, AwaitedKind::Several),
+    ] {
+        assert_eq!(served(command, stack, kind), [(Some(2), 1002)], "{command}");
+        assert_eq!(served(command, &stack.clone().state("T (stopped)", ""), kind), [(None, 1050)], "{command}");
+        assert_eq!(served("python3 engine.py", &Stack::lock(), kind), [(None, 1050)]);
+    }
+    assert_eq!(served(tracker, &reads, AwaitedKind::File), [(None, 1050)], "a file does not answer");
+}
+
+/// Polls memory: it sleeps for a short time, again and again.
+fn polls() -> Stack {
+    Stack::sleep().with(|stack| stack.switches = 900)
+}
+
+/// These processes share memory with the process of this dump.
+fn shares_memory(dump: &mut Stacktrace, pids: &[i32]) {
+    dump.stacktrace[0].sharers = pids.iter().map(|pid| Holder { pid: *pid, ..Default::default() }).collect();
+}
+
+/// A process that is not a rank reads from a file.
+fn reads_file(job: &mut Job, number: u32, command: &str, stack: Stack) {
+    let index = job.evidence.processes.len();
+    job.process(number, command, stack);
+    chained(job, index, AwaitedKind::File, "/data/index", &[]);
+}
+
+/// Rank 2 is in `stack`, shares memory with `pids`, and the others wait for it in a collective, or
+/// for nothing if the job is silent.
+fn behind_memory(silent: bool, stack: Stack, pids: &[i32]) -> Job {
+    let mut job = if silent { Job::with_world(4, 30) } else { behind(2, Stack::sleep()) };
+    if silent {
+        job.trigger(TriggerKind::Idle);
+        (0..4).for_each(|rank| job.set_stack(rank, polls()));
+    }
+    for rank in 0..4 {
+        job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
+    }
+    job.set_stack(2, stack);
+    shares_memory(job.rank(2).dump.as_mut().expect("a dump"), pids);
+    job
+}
+
+#[test]
+fn a_stuck_process_is_the_culprit_if_a_rank_polls_the_memory_that_they_share() {
+    let judged = |stack: Stack, engine: Stack| {
+        let mut job = behind_memory(false, stack, &[1050]);
+        reads_file(&mut job, 50, "engine", engine);
+        job.judge()
+    };
+    let verdict = judged(polls(), Stack::checkpoint());
+    let text = verdict.to_text();
+    assert_eq!((verdict.cause, culprits(&verdict)), (Cause::StorageIo, vec![(None, 1050)]), "{text}");
+    assert_eq!(verdict.strength, Some(Confidence::Medium), "{text}");
+    assert!(verdict.victims.contains(&2), "{text}");
+    let expected = "; rank 2 waits for a change in the memory that they share at train.py:99 in evaluate";
+    assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
+    // It lets other threads run, or is in a known function, however seldom it wakes up.
+    let yields = |native: &[&'static str]| Stack::new(&[("poll", "/job/train.py:9")], native).busy(5 * SECOND);
+    let ring = ("MessageQueue.acquire_read", "/v/site-packages/vllm/distributed/shm_broadcast.py:500");
+    let in_ring = Stack::new(&[ring, ("serve", "/job/worker.py:9")], &["clock_nanosleep", "time_sleep"]);
+    let other_line = yields(&["take_gil", "os_sched_yield"]).was_at("poll", "/job/train.py:8");
+    for stack in [yields(&["sched_yield"]), other_line, in_ring] {
+        assert_eq!(culprits(&judged(stack, Stack::checkpoint())), [(None, 1050)]);
+    }
+    for (stack, engine, why) in [
+        (Stack::sleep(), Stack::checkpoint(), "it sleeps for long"),
+        (polls().with(|stack| stack.switches = 5), Stack::checkpoint(), "it tries again after a failure"),
+        (polls().was_at("load", "/job/train.py:7"), Stack::checkpoint(), "it works"),
+        (Stack::new(&[("main", "/job/train.py:3")], &[]).busy(5 * SECOND), Stack::checkpoint(), "it computes"),
+        (polls(), Stack::sleep(), "nothing shows that the other one is stuck"),
+        (polls(), Stack::checkpoint().moving_bytes(1 << 30), "the other one works"),
+    ] {
+        assert_eq!(culprits(&judged(stack, engine)), [(Some(2), 1002)], "{why}");
+    }
+}
+
+#[test]
+fn a_process_that_may_be_at_rest_holds_up_nobody_who_polls_its_memory() {
+    let judged = |change: &dyn Fn(&mut Job)| {
+        let mut job = behind_memory(false, polls(), &[1050]);
+        job.process(50, "logger", Stack::lock());
+        change(&mut job);
+        culprits(&job.judge())
+    };
+    assert_eq!(judged(&|_| ()), [(None, 1050)]);
+    let rests: [&dyn Fn(&mut Job); 4] = [
+        &|job| chained(job, 0, AwaitedKind::SharedMemory, "", &[1002]),
+        // The other end of its pipe was not found in time.
+        &|job| {
+            job.evidence.processes.clear();
+            job.process(50, "logger", Stack::new(&[("main", "/job/log.py:3")], &["read"]));
+            chained(job, 0, AwaitedKind::Pipe, "", &[]);
+        },
+        &|job| reader_thread(job, 0, AwaitedKind::Pipe, "", &[1002]),
+        // It polls too.
+        &|job| {
+            let dump = job.evidence.processes.pop().and_then(|process| process.dump).expect("a dump");
+            shares_memory(job.process(50, &dump.command, polls()), &[1002]);
+        },
+    ];
+    for change in rests {
+        assert_eq!(judged(change), [(Some(2), 1002)]);
+    }
+}
+
+#[test]
+fn of_the_processes_behind_polled_memory_the_only_stuck_one_is_the_culprit() {
+    // Rank 2 and a scheduler poll; so does the scheduler the memory that it shares with a writer.
+    let chain = |writer: Stack, other: Stack| {
+        let mut job = behind_memory(false, polls(), &[1050]);
+        shares_memory(job.process(50, "scheduler", polls()), &[1002, 1051, 1052]);
+        reads_file(&mut job, 51, "writer", writer);
+        job.process(52, "other", other);
+        job.judge()
+    };
+    let verdict = chain(Stack::checkpoint(), Stack::sleep());
+    assert_eq!(culprits(&verdict), [(None, 1051)], "{}", verdict.to_text());
+    assert!(verdict.sentence.contains("waits for it through process 1050 (scheduler)"), "{}", verdict.sentence);
+    assert_eq!(culprits(&chain(Stack::checkpoint(), Stack::lock())), [(Some(2), 1002)], "one of two");
+    let stopped = Stack::sleep().state("T (stopped)", "");
+    assert_eq!(culprits(&chain(stopped, Stack::lock())), [(None, 1051)]);
+    // A rank may have the other end, unless it waits in an operation.
+    let mut job = outside(&[2, 5]);
+    job.set_stack(2, polls());
+    shares_memory(job.rank(2).dump.as_mut().expect("a dump"), &[1000, 1005]);
+    awaits(&mut job, 5, "read", AwaitedKind::File, &[]);
+    let verdict = job.judge();
+    expect(&verdict, Cause::StorageIo, &[5], Confidence::High);
+    assert!(verdict.victims.contains(&2), "{}", verdict.to_text());
+}
+
+#[test]
+fn in_a_silent_job_a_stuck_process_behind_polled_memory_proves_a_hang_only_in_a_ring_or_if_it_is_stopped() {
+    let ring = ("acquire_read", "/v/site-packages/vllm/distributed/shm_broadcast.py:500");
+    let in_ring = Stack::new(&[ring, ("serve", "/job/worker.py:9")], &["clock_nanosleep", "time_sleep"]);
+    let judged = |stack: &Stack, engine: Stack| {
+        let mut job = behind_memory(true, stack.clone(), &[1050]);
+        reads_file(&mut job, 50, "engine", engine);
+        let verdict = job.judge();
+        (culprits(&verdict), verdict.hang != crate::HangEvidence::None)
+    };
+    let stopped = || Stack::checkpoint().state("T (stopped)", "");
+    assert_eq!(judged(&polls(), Stack::checkpoint()), (vec![], false));
+    assert_eq!(judged(&polls(), stopped()), (vec![(None, 1050)], true));
+    assert_eq!(judged(&in_ring, Stack::checkpoint()), (vec![(None, 1050)], true));
+    assert_eq!(judged(&in_ring, Stack::sleep()), (vec![], false));
+}
+
+#[test]
 fn a_killed_process_is_the_culprit_if_it_may_have_a_lock_that_it_shared() {
     let judged = |pids: &[i32]| {
         let mut job = behind(2, shared_lock());

@@ -289,6 +289,20 @@ pub(super) fn awaits_result(frames: &[PySpyFrame]) -> bool {
     })
 }
 
+/// Whether a thread is in a function of a library that polls a ring in shared memory.
+pub(super) fn polls_ring(frames: &[PySpyFrame]) -> bool {
+    frames.iter().any(|frame| {
+        patterns::RING_FUNCTIONS.contains(&unqualified(&frame.func_name))
+            && contains_any(&frame.file_name, patterns::RING_FILES)
+    })
+}
+
+/// Whether a thread lets other threads run, and is ready to run itself. On its way back to Python
+/// it may be in inner functions.
+pub(super) fn yields(native: Option<&PstackStacktrace>) -> bool {
+    Thread { native, python: None }.functions().take(8).any(|function| function.contains(patterns::YIELD_NATIVE))
+}
+
 /// Whether a thread waits for the end of another thread of its process.
 pub(super) fn joins_thread(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
     let thread = Thread { native, python };

@@ -318,6 +318,10 @@ fn locked_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(String,
         return None;
     }
     let python = last.python_of(last.native.first().map_or(0, |main| main.pid))?;
+    // A worker may wait for its tasks so.
+    if in_queue(&python.frames) {
+        return None;
+    }
     let place = own_frame(&python.frames).map(frame_label)?;
     Some((python.thread_name.clone(), format!("waits for a lock at {place}")))
 }

@@ -4,7 +4,8 @@
 use xpu_timer_proto::{
     LISTENS,
     server::{
-        Awaited, AwaitedKind, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace, TcpConnection,
+        Awaited, AwaitedKind, Holder, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace,
+        TcpConnection,
     },
 };
 
@@ -178,8 +179,22 @@ pub(crate) struct Host {
     /// It waits for clients, and other threads of the program wait for locks at different places,
     /// the same in both samples.
     pub has_locked_threads: bool,
+    /// The memory that its main thread polls, if it polls any.
+    pub polling: Option<Polling>,
+    /// It serves other processes, or works on their tasks, and waits for the next request or task.
+    pub rests: bool,
     /// Its TCP connections to other machines.
     pub connections: Vec<TcpConnection>,
+}
+
+/// Memory that a main thread polls: the thread wakes up again and again, and other processes share
+/// writable memory with it.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Polling {
+    /// These processes.
+    pub sharers: Vec<Holder>,
+    /// The thread is in a function of a library that polls a ring in shared memory.
+    pub in_ring: bool,
 }
 
 /// What a thread other than the main thread waits for.

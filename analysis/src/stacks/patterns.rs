@@ -215,7 +215,10 @@ pub(super) const SERVICE_PROGRAMS: &[&str] = &[
     "ncu",
     "nsys",
     "nvidia-smi",
+    "py-spy",
     "raylet",
+    "rocm-smi",
+    "rocprofv3",
     "tensorboard",
     "tensorboard.main",
     "torchft_lighthouse",
@@ -227,6 +230,7 @@ pub(super) const SERVICE_MODULES: &[&str] = &["resource_tracker", "semaphore_tra
 /// Parts of the paths of the Python files of such programs and threads.
 pub(super) const SERVICE_FILES: &[&str] = &[
     "/torch/_inductor/compile_worker/",
+    "/torch/distributed/elastic/",
     "/ray/_private/",
     "/ray/autoscaler/",
     "/ray/dashboard/",
@@ -235,6 +239,22 @@ pub(super) const SERVICE_FILES: &[&str] = &[
 ];
 /// Files in which a worker process begins its work.
 pub(super) const WORKER_STARTERS: &[&str] = &["/multiprocessing/process.py", "/concurrent/futures/process.py"];
+/// Files with the loop in which a worker of a pool takes tasks, and its function; and the files in
+/// which it waits for the next task.
+pub(super) const TASK_LOOPS: &[(&str, &str)] = &[
+    ("/concurrent/futures/process.py", "_process_worker"),
+    ("/loky/process_executor.py", "_process_worker"),
+    ("/multiprocessing/pool.py", "worker"),
+    ("/torch/utils/data/_utils/worker.py", "_worker_loop"),
+];
+pub(super) const TASK_WAITS: &[&str] = &[
+    "/loky/backend/queues.py",
+    "/loky/backend/synchronize.py",
+    "/multiprocessing/connection.py",
+    "/multiprocessing/queues.py",
+    "/multiprocessing/synchronize.py",
+    "/selectors.py",
+];
 /// Beginnings of the functions of libraries that read data on threads of their own.
 pub(super) const READERS: &[&str] = &["arrow::", "parquet::", "Aws::", "google::cloud::"];
 /// Parts of such functions in which a thread waits for work.
@@ -461,6 +481,14 @@ pub(super) const LOCK_NATIVE: &[&str] = &[
 ];
 /// `futex` of x86-64.
 pub(super) const FUTEX_SYSCALL: i64 = 202;
+
+/// The function of the C library that lets other threads run. A thread that calls it again and
+/// again polls.
+pub(super) const YIELD_NATIVE: &str = "sched_yield";
+/// Files of libraries with a ring in shared memory (the message queues of vLLM and SGLang), and the
+/// functions that poll it.
+pub(super) const RING_FILES: &[&str] = &["/shm_broadcast.py"];
+pub(super) const RING_FUNCTIONS: &[&str] = &["acquire_read", "acquire_write"];
 
 /// The name of the code that the kernel makes a signal handler return to.
 pub(super) const SIGNAL_FRAME: &str = "<signal handler called>";

@@ -11,17 +11,18 @@ use xpu_timer_proto::{
 
 use super::{
     classify::{
-        TASK_LOCK, awaits_result, classify, classify_without, in_queue, joins_thread, queue_of_data, receives,
-        stuck_task, waits_for_network, waits_for_signal,
+        TASK_LOCK, awaits_result, classify, classify_without, in_queue, joins_thread, polls_ring, queue_of_data,
+        receives, stuck_task, waits_for_network, waits_for_signal, yields,
     },
     helpers,
     host::{
-        DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, Sample, ThreadStacks, ThreadWait, in_same_function,
-        movement, reporting_threads, samples, serves_socket, within_library,
+        DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, Polling, Sample, ThreadStacks, ThreadWait,
+        in_same_function, movement, reporting_threads, samples, serves_socket, within_library,
     },
     location::{locate, own_native_place, program},
     names::{base_name, frame_label, is_library, own_frame, own_place, stored_command},
     patterns::{self, FREEZER_WCHAN},
+    services::{awaits_task, is_between_requests},
 };
 use crate::verdict::Activity;
 
@@ -72,8 +73,8 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
     let in_one_call = matches!(observed.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
     let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
-    let waits_for_helpers = may_wait_for_helpers(observed.activity);
-    let work = if waits_for_helpers { helpers::work(dump, pid, main) } else { helpers::HelperWork::default() };
+    let work =
+        if may_wait_for_helpers(observed.activity) { helpers::work(dump, pid, main) } else { Default::default() };
     let stuck = main.1.filter(|_| observed.witness == TASK_LOCK).and_then(stuck_task);
     let stuck = stuck.map(|task| PySpyStacktrace { frames: task.frames.clone(), ..Default::default() });
     let flows = before.is_some_and(|before| serves_socket(before, main));
@@ -91,7 +92,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
             && before.is_some_and(|before| within_library(before, main)),
         ..moved
     });
-    Host {
+    let host = Host {
         pid: dump.pid,
         parent_pid: dump.parent_pid,
         ended_parent_pid: dump.ended_parent_pid,
@@ -106,10 +107,30 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         thread_waits,
         timed,
         awaits_result: main.1.is_some_and(|python| awaits_result(&python.frames)),
+        polling: before.zip(moved).and_then(|(before, moved)| polling(before, main, moved, (&observed, same_in_both))),
         has_locked_threads: listens && first.is_some_and(|first| has_locked_threads([first, last], main)),
+        rests: false,
         connections: connections(dump),
         observed,
-    }
+    };
+    Host { rests: rests(&host, dump, main.1), ..host }
+}
+
+/// Whether a process serves others or works on their tasks, and waits for the next request or task:
+/// for a message, for the end of a child, or for some time. A program without Python may wait so in
+/// a lock.
+fn rests(host: &Host, dump: &Stacktrace, python: Option<&PySpyStacktrace>) -> bool {
+    use AwaitedKind::{Child, Event, Pipe, Several, Socket};
+    let frames = python.map_or(&[][..], |python| &python.frames);
+    let awaits = match host.observed.activity {
+        Activity::Io => {
+            host.awaited.as_ref().is_some_and(|one| matches!(one.kind(), Child | Event | Pipe | Several | Socket))
+        }
+        Activity::Lock | Activity::DataLoader => dump.py_stacktrace.is_empty() || awaits_task(frames),
+        Activity::Sleep | Activity::Unknown => true,
+        _ => false,
+    };
+    awaits && host.frozen() && !host.halted() && !host.is_in_send() && is_between_requests(&dump.command, frames)
 }
 
 /// The activity of the main thread in the first sample and in the last one, and whether the thread
@@ -127,14 +148,40 @@ fn activities(
     let in_one_function = || before.is_some_and(|before| in_same_function(before, main));
     let both = || did.iter().chain([&observed]);
     let asleep = both().find(|one| one.activity == Activity::Sleep).cloned();
-    let polls = idle && asleep.is_some() && in_one_function();
+    // A loop that lets other threads run polls as well, and uses a processor.
+    let yields = || before.is_some_and(|before| [before, main].iter().any(|(native, _)| yields(*native)));
+    let polls = (idle && asleep.is_some() || yields()) && in_one_function();
     let may_be_poll = |one: &ObservedActivity| {
         matches!(one.activity, Activity::Sleep | Activity::Running | Activity::Io | Activity::Unknown)
     };
-    match asleep.filter(|_| polls && both().all(may_be_poll)) {
+    match asleep.filter(|_| idle && polls && both().all(may_be_poll)) {
         Some(asleep) => (did.map(|_| Activity::Sleep), asleep, polls),
         None => (did.map(|did| did.activity), observed, polls),
     }
+}
+
+/// The memory that the main thread polls, if other processes share any with it. The thread stays in
+/// one function of the program, and wakes up again and again from a sleep, or only lets other
+/// threads run. One that computes looks otherwise the same.
+fn polling(
+    before: ThreadStacks<'_>,
+    main: ThreadStacks<'_>,
+    moved: Movement,
+    (observed, same_in_both): (&ObservedActivity, bool),
+) -> Option<Polling> {
+    let both = [main, before];
+    let sharers = both.iter().filter_map(|(native, _)| *native).map(|native| &native.sharers);
+    let sharers = sharers.into_iter().find(|sharers| !sharers.is_empty())?.clone();
+    let in_ring = both.iter().all(|(_, python)| python.is_some_and(|python| polls_ring(&python.frames)));
+    let wakes = match observed.activity {
+        Activity::Sleep => same_in_both && moved.main_ran && !moved.main_ran_seldom,
+        // Between two calls it may need the GIL.
+        Activity::Running | Activity::Gil => {
+            (moved.main_ran || moved.is_busy()) && both.iter().any(|(native, _)| yields(*native))
+        }
+        _ => false,
+    };
+    ((wakes || in_ring) && !moved.io && !moved.own_frame).then_some(Polling { sharers, in_ring })
 }
 
 fn has_frames((native, python): ThreadStacks<'_>) -> bool {

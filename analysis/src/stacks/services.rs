@@ -5,7 +5,7 @@
 use xpu_timer_proto::server::{ChildProcess, PySpyFrame, Stacktrace};
 
 use super::{
-    names::{base_name, contains_any, is_library},
+    names::{base_name, contains_any, is_library, unqualified},
     patterns,
 };
 
@@ -22,13 +22,34 @@ pub(super) fn serves(frames: &[PySpyFrame]) -> bool {
     frames.iter().find(is_package).is_some_and(|frame| contains_any(&frame.file_name, patterns::SERVICE_FILES))
 }
 
+/// Whether a process with this command and main thread serves others, or works on their tasks, and
+/// is not in a request or a task. What its main thread waits for, the caller knows.
+pub(super) fn is_between_requests(command: &str, frames: &[PySpyFrame]) -> bool {
+    awaits_task(frames) || serves(frames) || is_service_command(command) && !frames.iter().any(works)
+}
+
+/// Whether a worker of a pool waits for its next task.
+pub(super) fn awaits_task(frames: &[PySpyFrame]) -> bool {
+    let waits = frames.iter().take_while(|frame| contains_any(&frame.file_name, patterns::TASK_WAITS)).count();
+    let is_loop = |frame: &PySpyFrame| {
+        let of = |(file, function): &(&str, &str)| {
+            frame.file_name.contains(file) && unqualified(&frame.func_name) == *function
+        };
+        patterns::TASK_LOOPS.iter().any(of)
+    };
+    waits > 0 && frames.get(waits).is_some_and(is_loop)
+}
+
 fn is_service(child: &ChildProcess) -> bool {
-    // A worker that a fork server or a pool has forked has the command line of its parent.
     let mut frames =
         child.samples.last().into_iter().flat_map(|sample| &sample.py_stacktrace).flat_map(|thread| &thread.frames);
-    let works =
-        |frame: &PySpyFrame| !is_library(&frame.file_name) || contains_any(&frame.file_name, patterns::WORKER_STARTERS);
     is_service_command(&child.command) && !frames.any(works)
+}
+
+/// Whether a frame belongs to the work of a process that has the command line of a service: that of
+/// its parent, if a fork server or a pool has forked it.
+fn works(frame: &PySpyFrame) -> bool {
+    !is_library(&frame.file_name) || contains_any(&frame.file_name, patterns::WORKER_STARTERS)
 }
 
 fn is_service_command(command: &str) -> bool {

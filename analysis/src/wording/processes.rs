@@ -7,7 +7,7 @@ use crate::{
     case::{Behind, Case, Position},
     explanation::ProcessFault,
     graph::{Mutual, MutualFault},
-    stacks::{self, NO_OTHER_THREAD, ProcessState},
+    stacks::{self, NO_OTHER_THREAD, Polling, ProcessState},
     text,
     verdict::EvidenceLine,
 };
@@ -116,7 +116,11 @@ pub(super) fn statement(case: &Case<'_>, fault: &ProcessFault) -> Statement {
                 format!(" through {}{serves}", name(case, *last))
             });
             let state = predicate(case, *end, state);
-            let it = if shares_lock(case, fault) { "a lock in the memory that they shared" } else { "it" };
+            let it = match () {
+                () if shares_lock(case, fault) => "a lock in the memory that they shared",
+                () if polls_memory(case, fault) => "a change in the memory that they share",
+                () => "it",
+            };
             let waiting = format!("{} {} for {it}{through}{place}", who.text(), who.number().waits());
             format!("{}, {what}, {state}; {waiting}", text::capital(&name(case, *end)))
         }
@@ -141,6 +145,14 @@ fn shares_lock(case: &Case<'_>, fault: &ProcessFault) -> bool {
     let shared = &case.world.processes[fault.end].shared_memory_with;
     let in_memory = case.awaited(fault.rank_index).is_some_and(|one| one.kind() == AwaitedKind::SharedMemory);
     in_memory && case.view(fault.rank_index).pid().is_some_and(|pid| shared.contains(&pid))
+}
+
+/// Whether a rank polls the memory that it has in common with the process at the end.
+fn polls_memory(case: &Case<'_>, fault: &ProcessFault) -> bool {
+    let host = &case.view(fault.rank_index).host;
+    let end = case.world.processes[fault.end].host.pid;
+    let shares = |polling: &Polling| polling.sharers.iter().any(|holder| holder.pid == end);
+    host.awaited.is_none() && host.polling.as_ref().is_some_and(shares)
 }
 
 /// The sentence about a process that should become a missing rank, or start it.

@@ -215,7 +215,7 @@ pub(crate) fn trim_captures(root: &Path, age: Duration, now: SystemTime) {
 }
 
 /// Makes the folder of an incident, whose verdict shows no problem, a mild capture. Logs errors.
-pub fn keep_capture(folder: &Path) {
+pub(crate) fn keep_capture(folder: &Path) {
     if let Err(error) = try_keep_capture(folder) {
         warn!("capture {}: {}", id(folder), chain(&error));
     }

@@ -151,8 +151,9 @@ fn children(taken: &RankCapture) -> BTreeMap<i32, [Option<&ProcessCapture>; 2]> 
     children
 }
 
-/// The processes that the main thread of a process waits for.
+/// The processes that the threads of a process wait for, or whose memory its main thread may poll.
 fn awaited(process: &ProcessCapture) -> Vec<i32> {
-    let threads = process.sample.stacktrace.iter().filter_map(|thread| thread.awaited.as_ref());
-    threads.flat_map(|awaited| &awaited.holders).map(|holder| holder.pid).collect()
+    let threads = || process.sample.stacktrace.iter();
+    let holders = threads().filter_map(|thread| thread.awaited.as_ref()).flat_map(|awaited| &awaited.holders);
+    holders.chain(threads().flat_map(|thread| &thread.sharers)).map(|holder| holder.pid).collect()
 }

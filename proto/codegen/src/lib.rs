@@ -35,6 +35,7 @@ fn generated_code_is_up_to_date() {
         .boxed(".xpu_timer.v1.HostFacts.stuck_helper")
         .boxed(".xpu_timer.v1.HostFacts.gil_holder")
         .boxed(".xpu_timer.v1.HostFacts.awaited")
+        .boxed(".xpu_timer.v1.HostFacts.polling")
         // Most operations have none of these, and a large job has a million operations.
         .boxed(".xpu_timer.v1.Operation.matmul")
         .boxed(".xpu_timer.v1.Operation.launch")

@@ -227,7 +227,7 @@ impl crate::server::PstackFrame {
     /// Number of the field `inlined`.
     pub const INLINED_FIELD: u32 = 103;
 }
-static SERVER_PSTACK_STACKTRACE: [(u32, Field); 7] = [
+static SERVER_PSTACK_STACKTRACE: [(u32, Field); 8] = [
     (2, Field::Text),
     (3, Field::Message(&SERVER_PSTACK_FRAME)),
     (100, Field::Text),
@@ -235,6 +235,7 @@ static SERVER_PSTACK_STACKTRACE: [(u32, Field); 7] = [
     (102, Field::Text),
     (106, Field::Text),
     (108, Field::Message(&SERVER_AWAITED)),
+    (110, Field::Message(&SERVER_HOLDER)),
 ];
 impl Shaped for crate::server::PstackStacktrace {
     const SHAPE: &'static Shape = &SERVER_PSTACK_STACKTRACE;
@@ -266,6 +267,8 @@ impl crate::server::PstackStacktrace {
     pub const AWAITED_FIELD: u32 = 108;
     /// Number of the field `timed`.
     pub const TIMED_FIELD: u32 = 109;
+    /// Number of the field `sharers`.
+    pub const SHARERS_FIELD: u32 = 110;
 }
 static SERVER_AWAITED: [(u32, Field); 3] = [
     (2, Field::Text),
@@ -767,7 +770,7 @@ static V1_FAILURE: [(u32, Field); 5] = [
 impl Shaped for crate::v1::Failure {
     const SHAPE: &'static Shape = &V1_FAILURE;
 }
-static V1_HOST_FACTS: [(u32, Field); 19] = [
+static V1_HOST_FACTS: [(u32, Field); 20] = [
     (2, Field::Text),
     (4, Field::Text),
     (6, Field::Text),
@@ -787,9 +790,16 @@ static V1_HOST_FACTS: [(u32, Field); 19] = [
     (31, Field::Text),
     (32, Field::Text),
     (33, Field::Message(&V1_HOST_SUSPENDED)),
+    (34, Field::Message(&V1_HOST_POLLING)),
 ];
 impl Shaped for crate::v1::HostFacts {
     const SHAPE: &'static Shape = &V1_HOST_FACTS;
+}
+static V1_HOST_POLLING: [(u32, Field); 1] = [
+    (1, Field::Message(&SERVER_HOLDER)),
+];
+impl Shaped for crate::v1::HostPolling {
+    const SHAPE: &'static Shape = &V1_HOST_POLLING;
 }
 static V1_HOST_SUSPENDED: [(u32, Field); 3] = [
     (2, Field::Text),

@@ -67,6 +67,10 @@ pub struct PstackStacktrace {
     /// That system call ends after a timeout. Known for the same threads.
     #[prost(bool, optional, tag = "109")]
     pub timed: ::core::option::Option<bool>,
+    /// Processes with which the process has writable memory in common; at most 8, and none if there
+    /// are more. Only for a main thread that sleeps for a time or runs: it may poll that memory.
+    #[prost(message, repeated, tag = "110")]
+    pub sharers: ::prost::alloc::vec::Vec<Holder>,
 }
 /// What a system call waits for, from the kernel's tables and the memory of the process. A file is
 /// never accessed.

@@ -1155,6 +1155,21 @@ pub struct HostFacts {
     /// places are one.
     #[prost(message, repeated, tag = "33")]
     pub suspended: ::prost::alloc::vec::Vec<HostSuspended>,
+    /// Absent if the main thread polls no memory.
+    #[prost(message, optional, boxed, tag = "34")]
+    pub polling: ::core::option::Option<::prost::alloc::boxed::Box<HostPolling>>,
+    /// It serves other processes, or works on their tasks, and waits for the next request or task.
+    #[prost(bool, tag = "35")]
+    pub rests: bool,
+}
+/// The main thread wakes up again and again, and other processes share memory with it.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct HostPolling {
+    #[prost(message, repeated, tag = "1")]
+    pub sharers: ::prost::alloc::vec::Vec<super::server::Holder>,
+    /// It is in a function of a library that polls a ring in shared memory.
+    #[prost(bool, tag = "2")]
+    pub in_ring: bool,
 }
 /// A task of asyncio or a greenlet that waits, or several.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

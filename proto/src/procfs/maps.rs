@@ -27,6 +27,12 @@ pub struct Mapping {
 }
 
 impl Mapping {
+    /// The file or the object in memory, which other processes may map too.
+    #[must_use]
+    pub fn object(&self) -> SharedObject {
+        (self.device.0, self.device.1, self.inode)
+    }
+
     /// Whether the mapping has no file that outlives the process.
     #[must_use]
     pub fn is_memory(&self) -> bool {
@@ -74,16 +80,23 @@ pub fn mapped_pages(pid: i32) -> Option<u64> {
 /// # Errors
 /// There is no such process, or it belongs to another user.
 pub fn shared_objects(pid: i32) -> Result<BTreeSet<SharedObject>, Error> {
+    Ok(shared_mappings(pid)?.iter().map(Mapping::object).collect())
+}
+
+/// The writable and shared mappings of a process, without those of devices.
+///
+/// # Errors
+/// There is no such process, or it belongs to another user.
+pub fn shared_mappings(pid: i32) -> Result<Vec<Mapping>, Error> {
     const IN_MEMORY: [&str; 2] = ["/dev/shm/", "/dev/zero"];
     let is_device = |path: &str| path.starts_with("/dev/") && !IN_MEMORY.iter().any(|start| path.starts_with(start));
-    let object = |line: &[u8]| {
+    let shared = |line: &[u8]| {
         let permissions = Line::split(line)?.words[1].as_bytes();
         let is_shared = permissions.get(1) == Some(&b'w') && permissions.get(3) == Some(&b's');
-        let mapping = parse(line).filter(|mapping| is_shared && mapping.inode != 0 && !is_device(&mapping.path))?;
-        Some((mapping.device.0, mapping.device.1, mapping.inode))
+        parse(line).filter(|mapping| is_shared && mapping.inode != 0 && !is_device(&mapping.path))
     };
     let maps = bytes(format!("/proc/{pid}/maps"))?;
-    Ok(maps.split(|byte| *byte == b'\n').filter_map(object).collect())
+    Ok(maps.split(|byte| *byte == b'\n').filter_map(shared).collect())
 }
 
 /// The words of a line of a maps file: `START-END PERMISSIONS OFFSET DEVICE INODE PATH`.

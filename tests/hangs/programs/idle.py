@@ -28,8 +28,8 @@ import time
 import zlib
 
 import waits
-from waits import FORK, FORKSERVER, SPAWN, Job, die_with_parent, fork, libc, path, publish, read_published, start
-from waits import tcp_client, worker
+from waits import FORK, FORKSERVER, SPAWN, Job, batches_of, die_with_parent, fork, give_batch, libc, map_board, path
+from waits import publish, read_published, start, tcp_client, worker
 
 WARM_STEPS = 75
 SCENARIOS = {}
@@ -698,6 +698,38 @@ def slow_rollouts(_job):
         rollouts.get()
 
     learner.train(wait_for_rollout)
+
+
+def board_front_end():
+    """Gives a batch for each request. After the first requests, its thread waits for users."""
+    board, requests = map_board(), queue.Queue()
+    for number in range(WARM_STEPS):
+        requests.put(number)
+    users = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=users.accept, daemon=True).start()
+    for batch in itertools.count(1):
+        requests.get()
+        give_batch(board, batch, range(2))
+
+
+@scenario("idle", 30, ranks=2, helpers=("board_front_end",))
+def workers_poll_a_board(job):
+    """Two workers poll shared memory for batches of a front end, which has no more requests."""
+    job.train(batches_of(job.rank))
+
+
+def board_tokenizer():
+    board = map_board()
+    for batch in itertools.count(1):
+        if batch % WARM_STEPS == 0:
+            use_cpu(6)
+        give_batch(board, batch, range(2))
+
+
+@scenario("healthy", 40, ranks=2, helpers=("board_tokenizer",))
+def board_with_a_slow_tokenizer(job):
+    """The ranks poll shared memory for batches. Every 75th takes the tokenizer 6 s."""
+    job.train(batches_of(job.rank))
 
 
 @scenario("healthy", 25, ranks=2)

@@ -1345,6 +1345,73 @@ def shared_flag_spun_on(job):
     job.train(spin_on_producer)
 
 
+def map_board():
+    """Counters in shared memory: the newest batch for each rank, and the newest that it took."""
+    with open(path("board"), "ab+") as file:
+        file.truncate(128)
+        return memoryview(mmap.mmap(file.fileno(), 128)).cast("Q")
+
+
+def give_batch(board, batch, ranks):
+    """Gives a batch to `ranks`, and waits until they have taken it."""
+    for rank in ranks:
+        board[rank] = batch
+    while min(board[8 + rank] for rank in ranks) < batch:
+        time.sleep(0.002)
+
+
+def batches_of(rank):
+    """A function with which a rank takes its next batch."""
+    board, batches = map_board(), itertools.count(1)
+
+    def poll_board():
+        batch = next(batches)
+        while board[rank] < batch:
+            time.sleep(0.002)
+        board[8 + rank] = batch
+
+    return poll_board
+
+
+def board_scheduler():
+    board = map_board()
+    for batch in range(1, TROUBLE_STEP):
+        give_batch(board, batch, range(3))
+    give_batch(board, TROUBLE_STEP, range(2))
+    stand(read_from_mount, "storage_io")
+
+
+@scenario(ranks=3, helpers=("board_scheduler",))
+def board_polled(job):
+    """The ranks poll shared memory for their batches. The scheduler, which is no relative of theirs,
+    reads from a silent mount before it gives a batch to rank 2."""
+    job.train(batches_of(job.rank))
+
+
+def board_sampler():
+    board = map_board()
+    for count in range(1, TROUBLE_STEP):
+        board[0] = count
+        time.sleep(0.03)
+    stand(evict_entries, "host_lock", "missing_rank")
+
+
+@scenario(ranks=2, helpers=("board_sampler",))
+def board_spun_on(job):
+    """Rank 1 spins on a counter in shared memory; the sampler, which is no relative of it, takes its
+    own lock twice."""
+    if job.rank != 1:
+        return job.train()
+    board, consumed = map_board(), itertools.count()
+
+    def spin_on_sampler():
+        mine = next(consumed)
+        while board[0] <= mine:
+            os.sched_yield()
+
+    job.train(spin_on_sampler)
+
+
 # Children.
 
 

@@ -16,7 +16,7 @@ use std::{
 use xpu_timer_proto::{
     LISTENS, WATCHER_THREAD,
     procfs::{self, Syscall},
-    server::{Awaited, AwaitedKind},
+    server::{Awaited, AwaitedKind, Holder},
 };
 
 use super::{
@@ -63,6 +63,13 @@ pub(crate) struct Sleeper<'a> {
     pub call: Option<Call>,
 }
 
+impl Sleeper<'_> {
+    /// Whether the thread sleeps for a time, or runs. Such a thread may poll memory.
+    fn may_poll(&self) -> bool {
+        self.call.is_none_or(|call| [libc::SYS_nanosleep, libc::SYS_clock_nanosleep].contains(&call.number))
+    }
+}
+
 /// The wait of one thread.
 #[derive(Debug, Default)]
 pub(crate) struct Waits {
@@ -71,6 +78,8 @@ pub(crate) struct Waits {
     pub awaited: Option<Awaited>,
     /// The call ends after a timeout. `None` if the thread was not examined.
     pub timed: Option<bool>,
+    /// The processes that share memory with the process, if this is a main thread that may poll it.
+    pub sharers: Vec<Holder>,
 }
 
 /// What the threads of a process wait for, by thread id. The owner of a lock is looked for only if
@@ -80,7 +89,11 @@ pub(crate) fn of_process(pid: i32, threads: &[Sleeper<'_>], tables: &Tables, dea
         Some((thread.tid, of_thread(pid, thread, tables, deadline, what)?))
     };
     let (main, others): (Vec<&Sleeper<'_>>, Vec<&Sleeper<'_>>) = threads.iter().partition(|thread| thread.tid == pid);
-    let mut found: HashMap<i32, Waits> = main.into_iter().filter_map(|main| of(main, deadline, Wanted::All)).collect();
+    let mut found: HashMap<i32, Waits> = main.iter().filter_map(|main| of(main, deadline, Wanted::All)).collect();
+    for main in main.into_iter().filter(|main| main.may_poll()) {
+        let search = Search::new(pid, main.wchan, tables, deadline.min(Instant::now() + TIMEOUT));
+        found.entry(main.tid).or_default().sharers = locks::sharers_of_memory(&search);
+    }
     let others: Vec<&Sleeper<'_>> =
         others.into_iter().filter(|thread| thread.name != WATCHER_THREAD).take(MAX_THREADS).collect();
     // The table of open files has a time limit of its own.
@@ -111,7 +124,7 @@ fn of_thread(pid: i32, thread: &Sleeper<'_>, tables: &Tables, deadline: Instant,
     let search = Search::new(pid, thread.wchan, tables, deadline);
     let is_left_out = wanted == Wanted::NoLocks && number == libc::SYS_futex;
     let awaited = if is_left_out { None } else { awaited(&search, number, &arguments) };
-    Some(Waits { awaited, timed: Some(has_timeout(number, &arguments)) })
+    Some(Waits { awaited, timed: Some(has_timeout(number, &arguments)), sharers: Vec::new() })
 }
 
 /// Whether a system call waits for descriptors, so that a search needs the table of open files.

@@ -408,7 +408,7 @@ impl Capture<'_> {
         }
         for thread in threads {
             self.process.frames.push(places.of(&thread.frames, space));
-            let Waits { awaited, timed } = waits.remove(&thread.tid).unwrap_or_default();
+            let Waits { awaited, timed, sharers } = waits.remove(&thread.tid).unwrap_or_default();
             self.process.sample.stacktrace.push(PstackStacktrace {
                 pid: thread.tid as u32,
                 thread_name: thread.status.name.clone(),
@@ -423,6 +423,7 @@ impl Capture<'_> {
                 syscall: thread.syscall,
                 awaited,
                 timed,
+                sharers,
             });
         }
         if self.options.causes && space.is_some() && Instant::now() < self.deadline {

@@ -1,15 +1,16 @@
 //! What a thread waits for without a descriptor: in `futex`, a mutex with its owner, or a lock,
-//! semaphore or condition in memory that processes share; and semaphores and message queues of
-//! System V, for which the kernel names the process that used each last.
+//! semaphore or condition in memory that processes share; semaphores and message queues of
+//! System V, for which the kernel names the process that used each last; and memory that it may
+//! poll.
 
-use std::{fs, time::Instant};
+use std::{collections::BTreeSet, fs, time::Instant};
 
 use xpu_timer_proto::{
-    procfs::{self, Mapping},
+    procfs::{self, Mapping, SharedObject},
     server::{Awaited, AwaitedKind, Holder},
 };
 
-use super::search::Search;
+use super::search::{MAX_HOLDERS, Search};
 use crate::memory;
 
 const PRIVATE: u64 = 128;
@@ -96,6 +97,52 @@ fn sharers(search: &Search<'_>, object: &Mapping) -> Vec<i32> {
         Instant::now() < search.deadline && procfs::maps(*pid, *pid).is_ok_and(|maps| maps.iter().any(is_same))
     };
     relatives.filter(has_it).collect()
+}
+
+/// Beginnings of the names of memory that nobody polls while it waits for another process outside
+/// of a collective: of semaphores, tensors and object stores, of device drivers, of libraries of
+/// collectives, and of the hook.
+const NOT_POLLED: [&str; 22] = [
+    "sem.",
+    "torch_",
+    "plasma",
+    "cuda.shm.",
+    "nccl-",
+    "rccl-",
+    "xpu-sim-nccl-",
+    "nvshmem",
+    "ucx_shm",
+    "vader_segment",
+    "sm_segment",
+    "smdataseg",
+    "smlockseg",
+    "initial-pmix",
+    "dstore_",
+    "pmix",
+    "psm2_",
+    "mpich_shar_tmp",
+    "Intel_MPI",
+    "shm-impi",
+    "ompi",
+    "memfd:xpu_timer",
+];
+
+/// The processes of its family with which a process has memory in common that it may poll. None if
+/// there are more than a result has room for: such memory says nothing about a single process.
+pub(super) fn sharers_of_memory(search: &Search<'_>) -> Vec<Holder> {
+    let name = |mapping: &Mapping| mapping.path.rsplit('/').next().unwrap_or_default().to_owned();
+    let is_polled = |mapping: &&Mapping| !NOT_POLLED.iter().any(|start| name(mapping).starts_with(start));
+    let objects = |pid: i32| -> BTreeSet<SharedObject> {
+        let mappings = procfs::shared_mappings(pid).unwrap_or_default();
+        mappings.iter().filter(is_polled).map(Mapping::object).collect()
+    };
+    let own = objects(search.pid);
+    if own.is_empty() {
+        return Vec::new();
+    }
+    let is_sharer = |pid: &i32| Instant::now() < search.deadline && !own.is_disjoint(&objects(*pid));
+    let sharers: Vec<i32> = search.family().take(MAX_PROCESSES).filter(is_sharer).collect();
+    if sharers.len() > MAX_HOLDERS { Vec::new() } else { search.holders(sharers) }
 }
 
 /// What `semop` waits for. The process that changed the semaphore last has taken it.
