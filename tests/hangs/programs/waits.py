@@ -1383,8 +1383,8 @@ def board_scheduler():
 
 @scenario(ranks=3, helpers=("board_scheduler",))
 def board_polled(job):
-    """The ranks poll shared memory for their batches. The scheduler, which is no relative of theirs,
-    reads from a silent mount before it gives a batch to rank 2."""
+    """The ranks poll shared memory for their batches. The scheduler, which is no relative of
+    theirs, reads from a silent mount before it gives a batch to rank 2."""
     job.train(batches_of(job.rank))
 
 
@@ -1398,8 +1398,8 @@ def board_sampler():
 
 @scenario(ranks=2, helpers=("board_sampler",))
 def board_spun_on(job):
-    """Rank 1 spins on a counter in shared memory; the sampler, which is no relative of it, takes its
-    own lock twice."""
+    """Rank 1 spins on a counter in shared memory; the sampler, which is no relative of it, takes
+    its own lock twice."""
     if job.rank != 1:
         return job.train()
     board, consumed = map_board(), itertools.count()
