@@ -669,12 +669,10 @@ impl Nodes {
         living.peek().is_some() && living.all(|claim| claim.process.is_some() && claim.started_ns > ns)
     }
 
-    /// A node reports when each of its jobs last launched.
-    pub fn launched(&mut self, id: NodeId, job: &JobId, age_ms: u64, now_ns: u64) {
+    /// A node reports when a job last launched there; the time is on this collector's clock.
+    pub fn launched(&mut self, id: NodeId, job: JobKey, last_ns: u64) {
         if let Some(node) = self.nodes.get_mut(&id) {
-            let own = job::cluster_key(job);
-            let job = node.keys.get(&own).cloned().unwrap_or(own);
-            node.launches.insert(job, now_ns.saturating_sub(age_ms.saturating_mul(1_000_000)));
+            node.launches.insert(job, last_ns);
         }
     }
 

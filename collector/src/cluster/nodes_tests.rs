@@ -219,8 +219,7 @@ fn a_job_is_idle_only_if_all_nodes_are() {
     nodes.claim(a, vec![entry("j", 0, 0, 2)], 1);
     nodes.claim(b, vec![entry("j", 1, 0, 2)], 1);
     let second = SECOND;
-    let id = JobId { name: "j".into(), instance: String::new() };
-    nodes.launched(b, &id, 1000, 20 * second);
+    nodes.launched(b, job("j"), 19 * second);
     assert_eq!(nodes.busy_elsewhere(&job("j"), a, 28 * second), Some("b"));
     assert_eq!(nodes.busy_elsewhere(&job("j"), b, 28 * second), None);
     assert_eq!(nodes.busy_elsewhere(&job("j"), a, 29 * second), None);

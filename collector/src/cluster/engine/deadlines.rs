@@ -43,6 +43,8 @@ impl Engine {
                 self.throttle.would_allow(&job, now.mono_ns)
             });
         self.deferred = held;
+        let nodes = &self.nodes;
+        self.idle.retain(|job, _| nodes.job(job).alive);
         for (node, alarm) in free {
             self.alarm(node, alarm, now);
         }

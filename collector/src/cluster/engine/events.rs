@@ -133,16 +133,15 @@ impl Engine {
             }
             NodeMessage::Heartbeat(beat) => {
                 for activity in beat.jobs {
-                    let job = activity.job.unwrap_or_default();
-                    self.nodes.launched(node, &job, activity.launch_age_ms, now.mono_ns);
+                    let job = self.nodes.key(node, &activity.job.unwrap_or_default());
+                    let last_ns = now.mono_ns.saturating_sub(activity.launch_age_ms.saturating_mul(1_000_000));
+                    // A job that has launched since it was examined is no longer idle. The times of
+                    // two messages differ by their delays.
+                    if self.idle.get(&job).is_some_and(|idle| last_ns >= idle.last_launch_ns + SECOND) {
+                        self.idle.remove(&job);
+                    }
+                    self.nodes.launched(node, job, last_ns);
                 }
-                // A job that has launched since it was examined is no longer idle. The times of two
-                // messages differ by their delays.
-                let nodes = &self.nodes;
-                self.idle.retain(|job, idle| {
-                    let last_ns = nodes.last_launch_ns(job);
-                    last_ns.is_some_and(|last_ns| last_ns < idle.last_launch_ns + SECOND)
-                });
             }
             NodeMessage::Paces(paces) => self.add_paces(node, paces.ranks),
         }
