@@ -13,7 +13,7 @@ use crate::runtime::{
     lifecycle::{fork, panics::guarded},
     linker::dynamic::look_up,
     os::{
-        ptracer,
+        fork_sections, ptracer,
         seccomp::{self, tsc, watcher_may_call},
         thread_state::{self, in_hook},
     },
@@ -94,7 +94,11 @@ impl Install {
         if self.synchronizes && watcher_may_call() {
             thread::stop();
         }
+        let is_first = seccomp::may_call();
         seccomp::begin_install(self.synchronizes);
+        if is_first {
+            fork_sections::wait_for_watcher();
+        }
         true
     }
 

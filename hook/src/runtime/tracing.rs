@@ -30,7 +30,9 @@ use xpu_timer_proto::ring::span;
 use crate::runtime::{
     lifecycle::{exit, panics::guarded},
     os::{
-        clock, sys,
+        clock,
+        fork_sections::in_watcher_unless_filtered,
+        sys,
         thread_state::{self, in_hook},
     },
     recorder::Recorder,
@@ -252,7 +254,7 @@ impl Tracing {
         match API.get() {
             _ if is_last => {}
             Some(api) => self.add_call(api, age_ns),
-            None => match interpreter::find() {
+            None => match in_watcher_unless_filtered(interpreter::find).flatten() {
                 Some(api) if api.version() < (3, 8) => {
                     let (major, minor) = api.version();
                     self.is_on = false;

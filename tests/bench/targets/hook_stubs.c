@@ -1,9 +1,12 @@
 /* A driver, a collective library and an MPI that do nothing, under the names that the hook looks
  * for. The cost of the hook is the difference between a call under its own name and a call under
  * its other name, `bare_…`. Compiled with -DDRIVER, -DCOLLECTIVES, -DBLAS or -DMPI; the latter has
- * the interface of Open MPI and a message that never arrives. */
+ * the interface of Open MPI and a message that never arrives. With -DSLOW_COLLECTIVES the linker
+ * spends a while in a function of the library when another than the first thread looks it up. */
+#define _GNU_SOURCE
 #include <stddef.h>
 #include <string.h>
+#include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default"), noinline))
 
@@ -48,6 +51,20 @@ EXPORT int cuCtxSetCurrent(void *to) { return 0; }
 EXPORT int cuCtxGetDevice(int *device) { *device = 0; return 0; }
 EXPORT int cuThreadExchangeStreamCaptureMode(int *mode) { return 0; }
 EXPORT int cuFuncGetName(const char **name, void *function) { *name = "kernel"; return 0; }
+#endif
+
+#ifdef SLOW_COLLECTIVES
+#define COLLECTIVES
+EXPORT volatile int is_resolving;
+static int do_nothing(void) { return 0; }
+static void *resolve_slowly(void) {
+    if (gettid() != getpid()) {
+        is_resolving = 1;
+        usleep(200 * 1000);
+    }
+    return do_nothing;
+}
+EXPORT int ncclReduceScatter(void) __attribute__((ifunc("resolve_slowly")));
 #endif
 
 #ifdef COLLECTIVES

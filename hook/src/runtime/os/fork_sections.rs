@@ -1,10 +1,11 @@
 //! Sections of the hook in which no thread should fork, because the child would inherit what the
-//! section has not finished.
+//! section has not finished, and sections of the watcher in which no thread should install a
+//! seccomp filter, because it would wait for their locks.
 
 use std::{
-    sync::atomic::{AtomicU32, Ordering},
+    sync::atomic::{AtomicU32, Ordering, fence},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use crate::runtime::os::{seccomp, sys};
@@ -14,31 +15,38 @@ use crate::runtime::os::{seccomp, sys};
 static FORKING: AtomicU32 = AtomicU32::new(0);
 static SECTIONS: AtomicU32 = AtomicU32::new(0);
 
+/// Number of sections of the watcher that take locks of the C library.
+static WATCHER_SECTIONS: AtomicU32 = AtomicU32::new(0);
+
+/// How long the installation of a filter waits for them. A section takes a millisecond, unless the
+/// watcher gets no processor.
+const FILTER_PATIENCE: Duration = Duration::from_millis(500);
+
 /// How often one side yields to the other, and how often it then sleeps for [`PAUSE`]: 10 ms in
 /// all. Harm in a child is better than a host that waits for longer.
 const YIELDS: u32 = 100;
 const PAUSES: u32 = 100;
 const PAUSE: Duration = Duration::from_micros(100);
 
-/// A section, until it is dropped: also when it panics.
-struct Section;
+/// A section, counted until it is dropped: also when it panics.
+struct Section(&'static AtomicU32);
 
 impl Section {
-    fn enter() -> Self {
-        SECTIONS.fetch_add(1, Ordering::SeqCst);
-        Section
+    fn enter(count: &'static AtomicU32) -> Self {
+        count.fetch_add(1, Ordering::SeqCst);
+        Section(count)
     }
 
     /// Enters a section, unless a thread is forking.
     fn enter_outside_fork() -> Option<Self> {
-        let section = Self::enter();
+        let section = Self::enter(&SECTIONS);
         (FORKING.load(Ordering::SeqCst) == 0).then_some(section)
     }
 }
 
 impl Drop for Section {
     fn drop(&mut self) {
-        SECTIONS.fetch_sub(1, Ordering::SeqCst);
+        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
@@ -55,9 +63,28 @@ pub fn open_outside_fork<R>(open: impl FnOnce() -> R) -> Option<R> {
 pub fn in_linker<R>(section: impl FnOnce() -> R) -> R {
     let _section = Section::enter_outside_fork().unwrap_or_else(|| {
         wait_until(|| FORKING.load(Ordering::SeqCst) == 0);
-        Section::enter()
+        Section::enter(&SECTIONS)
     });
     section()
+}
+
+/// Runs a section of the watcher that takes locks which the program's threads need too, such as
+/// that of the linker. A thread that waits for a lock makes a system call, which its filter may
+/// forbid. So under a filter the watcher runs no such section.
+pub fn in_watcher_unless_filtered<R>(section: impl FnOnce() -> R) -> Option<R> {
+    let _section = Section::enter(&WATCHER_SECTIONS);
+    fence(Ordering::SeqCst);
+    seccomp::may_call().then(section)
+}
+
+/// Before a filter is installed, on the thread that installs it and which is under no filter yet.
+/// The hook has been told: see [`seccomp::begin_install`]. Waits for such sections of the watcher.
+pub fn wait_for_watcher() {
+    fence(Ordering::SeqCst);
+    let begun = Instant::now();
+    while WATCHER_SECTIONS.load(Ordering::SeqCst) != 0 && begun.elapsed() < FILTER_PATIENCE {
+        thread::sleep(PAUSE);
+    }
 }
 
 /// Before a fork, on its thread.

@@ -23,9 +23,10 @@
 //! the process.
 //!
 //! The program's threads continue to record, because that only writes memory. The watcher continues
-//! as long as the filter does not apply to it. With `SECCOMP_FILTER_FLAG_TSYNC` it does; then the
-//! watcher thread ends before the filter is installed, because a sleeping thread would make another
-//! call when it wakes up.
+//! as long as the filter does not apply to it, but takes no lock of the C library that another
+//! thread would wait for (see [`fork_sections`](super::fork_sections)). With
+//! `SECCOMP_FILTER_FLAG_TSYNC` the filter applies to it; then the watcher thread ends before the
+//! filter is installed, because a sleeping thread would make another call when it wakes up.
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use xpu_timer_proto::ring::{filtered, header};

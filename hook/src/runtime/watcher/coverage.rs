@@ -42,14 +42,12 @@ impl CoverageUpdater {
         CoverageUpdater { next_ns: 0, turns: 0 }
     }
 
-    /// Refreshes the table when it is due.
-    pub fn turn(&mut self, recorder: &Recorder, now_ns: u64) {
-        if now_ns >= self.next_ns {
-            self.refresh(recorder, now_ns);
-        }
+    /// Whether a refresh is due.
+    pub fn is_due(&self, now_ns: u64) -> bool {
+        now_ns >= self.next_ns
     }
 
-    /// Refreshes the table.
+    /// Refreshes the table. Takes locks of the linker.
     pub fn refresh(&mut self, recorder: &Recorder, now_ns: u64) {
         self.next_ns = now_ns + SCHEDULE_NS[self.turns.min(SCHEDULE_NS.len() - 1)];
         self.turns += 1;

@@ -21,6 +21,7 @@ use crate::runtime::{
     lock_free::handoff::Handoff,
     os::{
         clock::{self, RateMeasurement},
+        fork_sections::in_watcher_unless_filtered,
         process, seccomp, sys, thread_state, wakeup,
     },
     recorder::{Recorder, host_operations},
@@ -195,7 +196,7 @@ impl Watcher {
         if u128::from(self.running_time.between(since_ns, now)) > self.config.hang_timeout.as_nanos() {
             let operation = self.recorder.operation(slot);
             self.signalled = Some((slot, operation.ticket));
-            self.coverage.refresh(self.recorder, now);
+            in_watcher_unless_filtered(|| self.coverage.refresh(self.recorder, now));
             self.connection.send(self.hang(slot));
         }
     }
@@ -233,7 +234,9 @@ impl Watcher {
             let spare: usize = pools.chain(self.recorder.handoffs_in_use().map(Handoff::events)).sum();
             self.recorder.ring.header(header::SPARE_EVENTS).store(spare as u64, Ordering::Relaxed);
         }
-        self.coverage.turn(self.recorder, now);
+        if self.coverage.is_due(now) {
+            in_watcher_unless_filtered(|| self.coverage.refresh(self.recorder, now));
+        }
     }
 
     /// Traces Python functions, if the user asks for that.

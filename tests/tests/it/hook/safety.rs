@@ -449,6 +449,20 @@ fn a_program_that_installs_a_filter_continues() {
     }
 }
 
+/// Under a filter that forbids `futex`, a thread must not wait for a lock. The first call of a
+/// function of the program, after the filter, takes that of the linker.
+#[test]
+fn a_filter_waits_for_the_linkers_lock_which_the_watcher_holds() {
+    let job = Job::new();
+    fs::write(job.dir.join("go"), "").unwrap();
+    let _collector = FakeCollector::listen(&job.dir.join("fake.sock"), ReadMode::Reads);
+    let process = shut_in(&job, |command| {
+        idle_library(&job.dir, "libnccl.so.2", "-DSLOW_COLLECTIVES");
+        command.arg("locks").arg("trap").arg(&job.dir);
+    });
+    assert_continued("locks", "trap", &process.wait(PATIENCE));
+}
+
 #[test]
 fn a_program_with_a_filter_before_its_first_launch_is_not_recorded() {
     for action in ["kill", "trap", "errno"] {
