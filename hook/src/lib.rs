@@ -8,6 +8,7 @@
 //! [`runtime::watcher`] does the rest on a thread of its own. The tables of hooked functions are in
 //! [`backends`].
 #![deny(unsafe_code)]
+#![warn(unreachable_pub)]
 
 mod backends;
 mod runtime;

@@ -161,7 +161,7 @@ static SAMPLED_NS: AtomicU64 = AtomicU64::new(0);
 const MAX_GROUPS: usize = 4096;
 
 /// Where the element type comes from.
-pub enum Elements {
+pub(crate) enum Elements {
     /// The number of A's type; see [`dtype_of`].
     Type(i32),
     /// The letter before `gemm` in the function's name.
@@ -170,7 +170,7 @@ pub enum Elements {
 
 /// Sizes and algorithm of a product, as the caller passed them.
 #[derive(Default)]
-pub struct Shape {
+pub(crate) struct Shape {
     /// m, n, k and batch.
     dimensions: [i64; 4],
     transposes: [i32; 2],
@@ -182,7 +182,7 @@ pub struct Shape {
 impl Shape {
     /// The shape of a grouped call, with `counts` products in each group: one product as large as
     /// all together. `None` when the groups differ in more than one dimension.
-    pub fn of_groups<T: Copy + Into<i64>>(
+    pub(crate) fn of_groups<T: Copy + Into<i64>>(
         sizes: [*const T; 3],
         (counts, groups): (*const T, T),
         transposes: [*const i32; 2],
@@ -209,23 +209,23 @@ impl Shape {
     }
 
     /// From arguments of either width.
-    pub fn of<T: Into<i64>, B: Into<i64>>(m: T, n: T, k: T, batch: B, trans_a: i32, trans_b: i32) -> Self {
+    pub(crate) fn of<T: Into<i64>, B: Into<i64>>(m: T, n: T, k: T, batch: B, trans_a: i32, trans_b: i32) -> Self {
         let dimensions = [m.into(), n.into(), k.into(), batch.into()];
         Shape { dimensions, transposes: [trans_a, trans_b], ..Shape::default() }
     }
 
     /// With the leading dimensions of A, B and C.
-    pub fn lds<T: Into<i64>>(self, a: T, b: T, c: T) -> Self {
+    pub(crate) fn lds<T: Into<i64>>(self, a: T, b: T, c: T) -> Self {
         Shape { lds: [a.into(), b.into(), c.into()], ..self }
     }
 
     /// With the strides of A, B and C.
-    pub fn strides(self, a: i64, b: i64, c: i64) -> Self {
+    pub(crate) fn strides(self, a: i64, b: i64, c: i64) -> Self {
         Shape { strides: [a, b, c], ..self }
     }
 
     /// With the number of the algorithm.
-    pub fn algorithm(self, number: i32) -> Self {
+    pub(crate) fn algorithm(self, number: i32) -> Self {
         Shape { algorithm: Some(number), ..self }
     }
 
@@ -247,7 +247,7 @@ fn transpose(operation: i32) -> u32 {
 /// Called before a product whose stream is that of the handle. If the library cannot return the
 /// stream, the shape is recorded without a duration.
 #[inline(always)]
-pub fn by_handle(
+pub(crate) fn by_handle(
     recorder: &'static Recorder,
     site: Site,
     handle: Data,
@@ -260,7 +260,7 @@ pub fn by_handle(
 /// Like [`by_handle`], for several products in one call. The shape is computed only if it is
 /// recorded. Inlined, so that a product that is not recorded costs only the question.
 #[inline(always)]
-pub fn by_groups(
+pub(crate) fn by_groups(
     recorder: &'static Recorder,
     site: Site,
     handle: Data,
@@ -289,7 +289,7 @@ fn timed(
 /// Called before a product whose shape is in descriptors. If the library cannot return their
 /// content, the duration is recorded without a shape.
 #[inline]
-pub fn by_layout(
+pub(crate) fn by_layout(
     recorder: &'static Recorder,
     site: Site,
     what: Data,
@@ -337,7 +337,7 @@ fn described(ask: &LayoutFunctions, what: Data, [a, b, d]: [Data; 3]) -> (Option
 
 /// Whether this product gets events.
 #[inline]
-pub fn is_timed(recorder: &Recorder) -> bool {
+pub(crate) fn is_timed(recorder: &Recorder) -> bool {
     let (now, last) = (clock::coarse_now_ns(), SAMPLED_NS.load(Ordering::Relaxed));
     if recorder.bracketed.is_wanted(detail::MATMULS, || now) {
         return true;
@@ -407,7 +407,7 @@ fn dtype_of_name(function: &Function) -> DataType {
 
 /// A family's numbers of the attributes of layouts and products.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Attributes {
+pub(crate) struct Attributes {
     /// Layout: the element type.
     pub kind: c_int,
     /// Layout: the number of rows.
@@ -443,7 +443,7 @@ impl Attributes {
 
 /// The stream of a handle, `None` if unknown.
 #[inline]
-pub fn stream_of(site: Site, handle: Data) -> Option<Stream> {
+pub(crate) fn stream_of(site: Site, handle: Data) -> Option<Stream> {
     type Get = unsafe extern "C" fn(Data, *mut Stream) -> c_int;
     const NAMES: &[&CStr] = &[c"cublasGetStream_v2", c"hipblasGetStream", c"mcblasGetStream"];
     let get = site.companion(0, NAMES)?;
@@ -458,7 +458,7 @@ pub fn stream_of(site: Site, handle: Data) -> Option<Stream> {
 type GetAttribute = unsafe extern "C" fn(Data, c_int, *mut c_void, usize, *mut usize) -> c_int;
 
 /// The functions that return the attributes of layouts and products.
-pub struct LayoutFunctions {
+pub(crate) struct LayoutFunctions {
     layout: GetAttribute,
     product: GetAttribute,
     /// The numbers to use with them.
@@ -467,7 +467,7 @@ pub struct LayoutFunctions {
 
 impl LayoutFunctions {
     /// The functions in the library of an original.
-    pub fn beside(site: Site) -> Option<Self> {
+    pub(crate) fn beside(site: Site) -> Option<Self> {
         const LAYOUT: &[&CStr] = &[
             c"cublasLtMatrixLayoutGetAttribute",
             c"hipblasLtMatrixLayoutGetAttribute",
@@ -483,19 +483,19 @@ impl LayoutFunctions {
     }
 
     /// A 64-bit attribute of a layout.
-    pub fn size(&self, layout: Data, attribute: c_int) -> Option<u64> {
+    pub(crate) fn size(&self, layout: Data, attribute: c_int) -> Option<u64> {
         let mut size = 0u64;
         ask(self.layout, layout, attribute, &mut size).then_some(size)
     }
 
     /// A 32-bit attribute of a layout.
-    pub fn number(&self, layout: Data, attribute: c_int) -> Option<i32> {
+    pub(crate) fn number(&self, layout: Data, attribute: c_int) -> Option<i32> {
         let mut number = 0i32;
         ask(self.layout, layout, attribute, &mut number).then_some(number)
     }
 
     /// A 32-bit attribute of a product.
-    pub fn of_product(&self, product: Data, attribute: c_int) -> Option<i32> {
+    pub(crate) fn of_product(&self, product: Data, attribute: c_int) -> Option<i32> {
         let mut number = 0i32;
         ask(self.product, product, attribute, &mut number).then_some(number)
     }

@@ -28,16 +28,16 @@ use crate::{
 
 /// The slot of an operation whose call the host is executing.
 #[derive(Clone, Copy)]
-pub struct OpenOperation(pub usize);
+pub(crate) struct OpenOperation(pub usize);
 
 /// Whether a launch on `stream` is only captured. Then nothing happens on the device, and recording
 /// an event there would be an error.
-pub fn is_captured(stream: usize) -> bool {
+pub(crate) fn is_captured(stream: usize) -> bool {
     device().is_some_and(|device| device.is_capturing(stream))
 }
 
 /// Begins an operation and records its start event.
-pub fn open(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOperation> {
+pub(crate) fn open(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOperation> {
     let open = open_without_events(recorder, what)?;
     start(recorder, open.0);
     Some(open)
@@ -46,19 +46,19 @@ pub fn open(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOper
 /// Like [`open`], unless the launch is only captured. Then it is not executed and gets no slot; the
 /// launch of its graph does.
 #[inline(never)]
-pub fn open_unless_captured(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOperation> {
+pub(crate) fn open_unless_captured(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOperation> {
     if is_captured(what.stream) { None } else { open(recorder, what) }
 }
 
 /// Begins an operation whose stream is unknown. It ends when its call returns.
-pub fn open_without_events(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOperation> {
+pub(crate) fn open_without_events(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOperation> {
     let index = recorder.begin(what)?;
     recorder.hand_over(index);
     Some(OpenOperation(index))
 }
 
 /// Records the start event of an operation, if events are used and the driver is available.
-pub fn start(recorder: &'static Recorder, index: usize) {
+pub(crate) fn start(recorder: &'static Recorder, index: usize) {
     if recorder.bracketed.is_off() {
         return;
     }
@@ -117,7 +117,7 @@ fn spare_event(recorder: &Recorder, context: usize) -> Option<usize> {
 
 /// Records the kernel of a collective, which identifies its algorithm. It belongs to the operations
 /// on its stream that the thread is launching.
-pub fn note_kernel(recorder: &'static Recorder, stream: usize, kernel: u64) {
+pub(crate) fn note_kernel(recorder: &'static Recorder, stream: usize, kernel: u64) {
     for member in launching(recorder, stream) {
         let function = &recorder.ring.op(member)[op::FUNCTION];
         if function.load(Ordering::Relaxed) == 0 {
@@ -127,7 +127,7 @@ pub fn note_kernel(recorder: &'static Recorder, stream: usize, kernel: u64) {
 }
 
 /// Records the size of the kernel of a collective.
-pub fn note_channels(recorder: &'static Recorder, stream: usize, grid: [u32; 3], block: [u32; 3]) {
+pub(crate) fn note_channels(recorder: &'static Recorder, stream: usize, grid: [u32; 3], block: [u32; 3]) {
     let product = |sizes: [u32; 3]| sizes.into_iter().fold(1, u32::saturating_mul);
     launching(recorder, stream).for_each(|member| recorder.set_channels(member, product(grid), product(block)));
 }
@@ -142,7 +142,7 @@ fn launching(recorder: &'static Recorder, stream: usize) -> impl Iterator<Item =
 
 /// Called when the call of an operation has returned: records the end event, or the status that the
 /// result implies. `index` is the leader of its followers.
-pub fn close(recorder: &'static Recorder, index: usize, result: c_int) {
+pub(crate) fn close(recorder: &'static Recorder, index: usize, result: c_int) {
     let now = clock::burst_now_ns(thread_state::current());
     for member in members(recorder, index) {
         recorder.returned(member, now);
@@ -161,7 +161,7 @@ pub fn close(recorder: &'static Recorder, index: usize, result: c_int) {
 
 /// The operation is completely in the stream. Records the end event; from now on the device
 /// determines when it completes.
-pub fn finish(recorder: &'static Recorder, index: usize) {
+pub(crate) fn finish(recorder: &'static Recorder, index: usize) {
     let slot = &recorder.slots[index];
     if slot.start.load(Ordering::Relaxed) != 0
         && let Some(device) = device()

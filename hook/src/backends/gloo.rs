@@ -349,12 +349,12 @@ macro_rules! symbols {
     ($(bypass $bypass:expr, when $when:expr, result $result:expr => { $($name:ident($($arg:ident),*) => $before:expr;)* })*) => {
         $($(
             #[allow(non_snake_case, missing_docs)]
-            pub mod $name {
+            pub(crate) mod $name {
                 use super::*;
 
                 #[used]
                 #[unsafe(link_section = "xpu_timer_functions")]
-                pub static FUNCTION: Function = Function::new(
+                pub(crate) static FUNCTION: Function = Function::new(
                     match std::ffi::CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
                         Ok(name) => name,
                         Err(_) => unreachable!(),
@@ -371,7 +371,7 @@ macro_rules! symbols {
                 type Real = unsafe extern "C-unwind" fn($(symbols!(@word $arg)),*) -> Word;
 
                 #[cfg_attr(not(test), unsafe(no_mangle))]
-                pub unsafe extern "C-unwind" fn $name($($arg: Word),*) -> Word {
+                pub(crate) unsafe extern "C-unwind" fn $name($($arg: Word),*) -> Word {
                     // SAFETY: the caller's arguments go unchanged to a function with the ABI of the
                     // original.
                     unsafe { wrapper($($arg),*) }

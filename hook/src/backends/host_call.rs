@@ -17,19 +17,19 @@ use crate::{
 
 /// A blocking call of this thread. Its operations end when it returns, or when the thread unwinds
 /// out of it.
-pub struct BlockingCall {
+pub(crate) struct BlockingCall {
     recorder: &'static Recorder,
     leader: Option<usize>,
 }
 
 impl BlockingCall {
     /// A call without operations.
-    pub fn new(recorder: &'static Recorder) -> Self {
+    pub(crate) fn new(recorder: &'static Recorder) -> Self {
         BlockingCall { recorder, leader: None }
     }
 
     /// Adds an operation that the call executes.
-    pub fn with(mut self, what: &NewOperation) -> Self {
+    pub(crate) fn with(mut self, what: &NewOperation) -> Self {
         match self.leader {
             None => self.leader = open(self.recorder, what),
             Some(leader) => follow(self.recorder, leader, what),
@@ -38,7 +38,7 @@ impl BlockingCall {
     }
 
     /// Adds the startup grace to the timeout if `starting`.
-    pub fn with_startup_grace(self, recorder: &'static Recorder, starting: bool) -> Self {
+    pub(crate) fn with_startup_grace(self, recorder: &'static Recorder, starting: bool) -> Self {
         if let Some(leader) = self.leader.filter(|_| starting) {
             grant_startup_grace(recorder, leader);
         }
@@ -46,7 +46,7 @@ impl BlockingCall {
     }
 
     /// Adds the keys that the call waits for in a store.
-    pub fn with_keys<'a>(self, recorder: &'static Recorder, keys: impl Iterator<Item = &'a [u8]>) -> Self {
+    pub(crate) fn with_keys<'a>(self, recorder: &'static Recorder, keys: impl Iterator<Item = &'a [u8]>) -> Self {
         if let Some(leader) = self.leader {
             await_keys(recorder, leader, keys);
         }
@@ -54,21 +54,21 @@ impl BlockingCall {
     }
 
     /// Ends the operations.
-    pub fn end(mut self, status: OpStatus, error: u32) {
+    pub(crate) fn end(mut self, status: OpStatus, error: u32) {
         if let Some(leader) = self.leader.take() {
             close(self.recorder, leader, status, error);
         }
     }
 
     /// The host has left the call, but its operations may continue.
-    pub fn leave(mut self) {
+    pub(crate) fn leave(mut self) {
         if let Some(leader) = self.leader.take() {
             leave(self.recorder, leader);
         }
     }
 
     /// Keeps the operations open after the call. The caller ends them through the returned slot.
-    pub fn keep(mut self) -> Option<usize> {
+    pub(crate) fn keep(mut self) -> Option<usize> {
         self.leader.take()
     }
 }

@@ -33,7 +33,7 @@ fn entry_of(handle: u64) -> &'static Entry {
 
 /// The operation behind a handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct RequestOperation {
+pub(crate) struct RequestOperation {
     op: Op,
     dtype: DataType,
     comm: usize,
@@ -56,7 +56,7 @@ const SECOND: u64 = 1 << 63;
 
 impl RequestOperation {
     /// An operation that has a communicator.
-    pub fn of(what: &NewOperation, persistent: bool) -> Option<Self> {
+    pub(crate) fn of(what: &NewOperation, persistent: bool) -> Option<Self> {
         Some(RequestOperation {
             op: what.op,
             dtype: what.dtype,
@@ -75,19 +75,19 @@ impl RequestOperation {
 
     /// The request, started again. A collective gets the next sequence number of its communicator;
     /// `None` when the communicator is unknown.
-    pub fn restarted(&self, next: impl FnOnce(usize, u64) -> Option<u64>) -> Option<Self> {
+    pub(crate) fn restarted(&self, next: impl FnOnce(usize, u64) -> Option<u64>) -> Option<Self> {
         let is_collective = !matches!(self.op, Op::Send | Op::Recv);
         let seq = if is_collective { next(self.comm, self.communicator)? } else { self.seq };
         Some(RequestOperation { seq, is_inactive: false, ..*self })
     }
 
     /// The request, until it is started again.
-    pub fn inactive(&self) -> Self {
+    pub(crate) fn inactive(&self) -> Self {
         RequestOperation { is_inactive: true, ..*self }
     }
 
     /// The operation as it begins.
-    pub fn begin(&self) -> NewOperation {
+    pub(crate) fn begin(&self) -> NewOperation {
         NewOperation {
             dtype: self.dtype,
             comm: Some(self.comm),
@@ -103,29 +103,29 @@ impl RequestOperation {
 }
 
 /// Records the operation behind a handle.
-pub fn remember(handle: u64, operation: &RequestOperation) {
+pub(crate) fn remember(handle: u64, operation: &RequestOperation) {
     entry_of(handle).write(handle, operation);
 }
 
 /// Records two operations behind a handle. The first one is the leader.
-pub fn remember_both(handle: u64, first: &RequestOperation, second: &RequestOperation) {
+pub(crate) fn remember_both(handle: u64, first: &RequestOperation, second: &RequestOperation) {
     remember(handle, &RequestOperation { paired: true, ..*first });
     remember(handle | SECOND, second);
 }
 
 /// The operations behind a handle, given the result of [`recall`].
-pub fn operations(handle: u64, operation: &RequestOperation) -> impl Iterator<Item = NewOperation> + use<> {
+pub(crate) fn operations(handle: u64, operation: &RequestOperation) -> impl Iterator<Item = NewOperation> + use<> {
     let second = operation.paired.then(|| recall(handle | SECOND)).flatten();
     std::iter::once(*operation).chain(second).map(|operation| operation.begin())
 }
 
 /// The operation behind a handle, if it is known.
-pub fn recall(handle: u64) -> Option<RequestOperation> {
+pub(crate) fn recall(handle: u64) -> Option<RequestOperation> {
     entry_of(handle).read(handle)
 }
 
 /// Removes a handle.
-pub fn forget(handle: u64) {
+pub(crate) fn forget(handle: u64) {
     entry_of(handle).forget(handle);
 }
 

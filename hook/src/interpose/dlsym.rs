@@ -30,7 +30,7 @@ compile_error!("dlsym has to be tail-called; write the few instructions of `dlsy
 /// See dlsym(3).
 #[unsafe(naked)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
+pub(crate) unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     // The stack preserves both arguments across the call, which also aligns it. Afterwards it is
     // the caller's stack again.
     core::arch::naked_asm!(
@@ -52,7 +52,11 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
 /// See dlvsym(3).
 #[unsafe(naked)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *mut c_void {
+pub(crate) unsafe extern "C" fn dlvsym(
+    handle: *mut c_void,
+    name: *const c_char,
+    version: *const c_char,
+) -> *mut c_void {
     // The three arguments align the stack. The return address is above them.
     core::arch::naked_asm!(
         "push rdi",
@@ -75,7 +79,7 @@ pub unsafe extern "C" fn dlvsym(handle: *mut c_void, name: *const c_char, versio
 /// See dlopen(3).
 #[unsafe(naked)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C" fn dlopen(path: *const c_char, mode: c_int) -> *mut c_void {
+pub(crate) unsafe extern "C" fn dlopen(path: *const c_char, mode: c_int) -> *mut c_void {
     core::arch::naked_asm!(
         "push rdi",
         "push rsi",

@@ -18,12 +18,12 @@ use crate::runtime::{
 
 /// The next functions of these names: the C library's, or another preloaded library's. Found when
 /// the library is loaded.
-pub static NEXT_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+pub(crate) static NEXT_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// See [`NEXT_EXIT`].
-pub static NEXT_QUICK_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+pub(crate) static NEXT_QUICK_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-pub fn end(next: &AtomicPtr<c_void>, status: c_int) -> ! {
+pub(crate) fn end(next: &AtomicPtr<c_void>, status: c_int) -> ! {
     let next = next.load(Ordering::Relaxed);
     if !next.is_null() {
         // SAFETY: a function of this type, found when the hook was loaded.
@@ -43,7 +43,7 @@ pub fn end(next: &AtomicPtr<c_void>, status: c_int) -> ! {
 /// See _exit(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
-pub unsafe extern "C" fn _exit(status: c_int) -> ! {
+pub(crate) unsafe extern "C" fn _exit(status: c_int) -> ! {
     if let Some(recorder) = running_in_own_process() {
         finish_watching(recorder);
         if status == 0 {
@@ -59,7 +59,7 @@ pub unsafe extern "C" fn _exit(status: c_int) -> ! {
 /// See quick_exit(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
-pub unsafe extern "C" fn quick_exit(status: c_int) -> ! {
+pub(crate) unsafe extern "C" fn quick_exit(status: c_int) -> ! {
     if status == 0 && running().is_some() && !is_vfork_child() {
         PROCESS.quick_exit.store(QUICK_SUCCESS, Ordering::Relaxed);
     }
@@ -73,7 +73,7 @@ pub unsafe extern "C" fn quick_exit(status: c_int) -> ! {
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
-pub unsafe extern "C" fn _Exit(status: c_int) -> ! {
+pub(crate) unsafe extern "C" fn _Exit(status: c_int) -> ! {
     // SAFETY: the caller's argument.
     unsafe { _exit(status) }
 }
@@ -81,7 +81,7 @@ pub unsafe extern "C" fn _Exit(status: c_int) -> ! {
 static NEXT_PTHREAD_CANCEL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Called when the library is loaded.
-pub fn find_next_pthread_cancel() {
+pub(crate) fn find_next_pthread_cancel() {
     NEXT_PTHREAD_CANCEL.store(look_up(libc::RTLD_NEXT, c"pthread_cancel"), Ordering::Relaxed);
 }
 
@@ -91,7 +91,7 @@ pub fn find_next_pthread_cancel() {
 /// See pthread_cancel(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
-pub unsafe extern "C" fn pthread_cancel(thread: libc::pthread_t) -> c_int {
+pub(crate) unsafe extern "C" fn pthread_cancel(thread: libc::pthread_t) -> c_int {
     cancellation::note_use();
     let next = NEXT_PTHREAD_CANCEL.load(Ordering::Relaxed);
     if next.is_null() {

@@ -23,7 +23,7 @@ use crate::runtime::{
 
 /// Where a call entered.
 #[derive(Clone, Copy)]
-pub struct Site {
+pub(crate) struct Site {
     /// The row.
     pub function: &'static Function,
     /// The slot of the original that will be called.
@@ -36,13 +36,13 @@ impl Site {
     /// A function of the original's library: the first of `names` that the library has; see
     /// [`Function::companion`].
     #[inline]
-    pub fn companion(&self, number: usize, names: &'static [&'static CStr]) -> Option<*mut c_void> {
+    pub(crate) fn companion(&self, number: usize, names: &'static [&'static CStr]) -> Option<*mut c_void> {
         self.function.companion(self.slot, number, names)
     }
 }
 
 /// What a row does after the real function has returned.
-pub trait AfterCall {
+pub(crate) trait AfterCall {
     /// `result` is the value that the real function returned.
     fn after(self, recorder: &'static Recorder, result: c_int);
 
@@ -132,7 +132,7 @@ impl Drop for HookedCall {
 /// The path of a hooked call. `bit` marks the layer. A thread that is inside a layer of `bypass`
 /// goes straight to the real function.
 #[inline(always)]
-pub fn around<T: AfterCall>(
+pub(crate) fn around<T: AfterCall>(
     (function, slot): (&'static Function, usize),
     (bit, bypass): (u8, u8),
     before: impl FnOnce(&'static Recorder, Site) -> T,
@@ -157,7 +157,7 @@ pub fn around<T: AfterCall>(
 }
 
 /// The path of a lookup such as cuGetProcAddress, which does not start the hook.
-pub fn around_lookup(function: &'static Function, after: impl FnOnce(), real: impl FnOnce() -> c_int) -> c_int {
+pub(crate) fn around_lookup(function: &'static Function, after: impl FnOnce(), real: impl FnOnce() -> c_int) -> c_int {
     let result = real();
     if result == 0 && !config::disabled() {
         let errno = thread_state::errno();
@@ -201,12 +201,12 @@ macro_rules! hooked {
     (@row $library:ident, $bit:expr, $bypass:expr, $missing:expr, $name:ident, ($($arg:ident: $type:ty),* $(,)?),
      $before:expr) => {
             #[allow(non_snake_case, missing_docs)]
-            pub mod $name {
+            pub(crate) mod $name {
                 use super::*;
 
                 #[used]
                 #[unsafe(link_section = "xpu_timer_functions")]
-                pub static FUNCTION: $crate::runtime::linker::function::Function = $crate::runtime::linker::function::Function::new(
+                pub(crate) static FUNCTION: $crate::runtime::linker::function::Function = $crate::runtime::linker::function::Function::new(
                     match std::ffi::CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
                         Ok(name) => name,
                         Err(_) => unreachable!(),
@@ -223,7 +223,7 @@ macro_rules! hooked {
                 type Real = unsafe extern "C-unwind" fn($($type),*) -> std::ffi::c_int;
 
                 #[cfg_attr(not(test), unsafe(no_mangle))]
-                pub unsafe extern "C-unwind" fn $name($($arg: $type),*) -> std::ffi::c_int {
+                pub(crate) unsafe extern "C-unwind" fn $name($($arg: $type),*) -> std::ffi::c_int {
                     // SAFETY: the caller's arguments go unchanged to a function of the same type.
                     unsafe { wrapper($($arg),*) }
                 }

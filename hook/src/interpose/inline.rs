@@ -27,7 +27,7 @@ use crate::{
 };
 
 /// Called when the hook is loaded, before the program runs.
-pub fn start() {
+pub(crate) fn start() {
     let level = match sys::variable(c"XPU_TIMER_INLINE").as_deref() {
         Some(b"off" | b"0") => Level::Off,
         Some(b"all") => Level::All,

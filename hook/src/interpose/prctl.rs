@@ -127,7 +127,7 @@ static NEXT_SYSCALL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Replaces the C library's function that a lookup has found by the hook's export. Python programs
 /// look both names up in the C library.
-pub fn before(found: *mut c_void, name: &[u8]) -> *mut c_void {
+pub(crate) fn before(found: *mut c_void, name: &[u8]) -> *mut c_void {
     let (next, export) = match name {
         b"prctl" => (&NEXT_PRCTL, prctl as *const ()),
         b"syscall" => (&NEXT_SYSCALL, syscall as *const ()),
@@ -138,7 +138,7 @@ pub fn before(found: *mut c_void, name: &[u8]) -> *mut c_void {
 }
 
 /// Called when the library is loaded.
-pub fn find_next() {
+pub(crate) fn find_next() {
     NEXT_PRCTL.store(look_up(libc::RTLD_NEXT, c"prctl"), Ordering::Relaxed);
     NEXT_SYSCALL.store(look_up(libc::RTLD_NEXT, c"syscall"), Ordering::Relaxed);
 }
@@ -149,7 +149,7 @@ pub fn find_next() {
 /// See prctl(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
-pub unsafe extern "C" fn prctl(
+pub(crate) unsafe extern "C" fn prctl(
     option: c_int,
     second: c_ulong,
     third: c_ulong,
@@ -182,7 +182,7 @@ fn inspect_prctl(option: c_ulong, value: c_ulong) {
 #[unsafe(naked)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
-pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
+pub(crate) unsafe extern "C" fn syscall(number: c_long) -> c_long {
     core::arch::naked_asm!(
         "cmp rdi, {seccomp}",
         "je {inspected_syscall}",
@@ -236,7 +236,7 @@ unsafe extern "C" fn inspected_syscall(
 
 /// Does what the C library's `syscall` does, for calls before the next function is known.
 #[unsafe(naked)]
-pub unsafe extern "C" fn raw_syscall(
+pub(crate) unsafe extern "C" fn raw_syscall(
     _: c_long,
     _: c_ulong,
     _: c_ulong,

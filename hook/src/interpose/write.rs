@@ -21,7 +21,7 @@ use crate::{
 static NEXT_WRITE: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Called when the library is loaded.
-pub fn find_next() {
+pub(crate) fn find_next() {
     NEXT_WRITE.store(look_up(libc::RTLD_NEXT, c"write"), Ordering::Relaxed);
 }
 
@@ -33,7 +33,7 @@ pub fn find_next() {
 #[unsafe(naked)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
-pub unsafe extern "C-unwind" fn write(descriptor: c_int, text: *const c_void, bytes: usize) -> isize {
+pub(crate) unsafe extern "C-unwind" fn write(descriptor: c_int, text: *const c_void, bytes: usize) -> isize {
     core::arch::naked_asm!(
         "cmp edi, {stderr}",
         "je {kept_write}",

@@ -4,35 +4,35 @@
 use std::ffi::{c_int, c_uint, c_void};
 
 /// A driver or runtime stream.
-pub type Stream = *mut c_void;
+pub(crate) type Stream = *mut c_void;
 
 /// A kernel: `CUfunction`, or the address of the host stub in the runtime API.
-pub type Kernel = *mut c_void;
+pub(crate) type Kernel = *mut c_void;
 
 /// An instantiated graph.
-pub type GraphExec = *mut c_void;
+pub(crate) type GraphExec = *mut c_void;
 
 /// A driver context.
-pub type Context = *mut c_void;
+pub(crate) type Context = *mut c_void;
 
 /// A driver event.
-pub type Event = *mut c_void;
+pub(crate) type Event = *mut c_void;
 
 /// A communicator.
-pub type Comm = *mut c_void;
+pub(crate) type Comm = *mut c_void;
 
 /// Data that is only passed on.
-pub type Data = *mut c_void;
+pub(crate) type Data = *mut c_void;
 
 /// `ncclUniqueId`, passed by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct UniqueId(pub [u8; 128]);
+pub(crate) struct UniqueId(pub [u8; 128]);
 
 /// `dim3`, passed by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct Dim3 {
+pub(crate) struct Dim3 {
     x: c_uint,
     y: c_uint,
     z: c_uint,
@@ -40,14 +40,14 @@ pub struct Dim3 {
 
 impl Dim3 {
     /// The dimensions.
-    pub fn sizes(self) -> [c_uint; 3] {
+    pub(crate) fn sizes(self) -> [c_uint; 3] {
         [self.x, self.y, self.z]
     }
 }
 
 /// Head of `CUlaunchConfig`.
 #[repr(C)]
-pub struct DriverLaunchConfig {
+pub(crate) struct DriverLaunchConfig {
     /// Grid.
     pub grid: [c_uint; 3],
     /// Block.
@@ -59,7 +59,7 @@ pub struct DriverLaunchConfig {
 
 /// Head of `cudaLaunchConfig_t`.
 #[repr(C)]
-pub struct RuntimeLaunchConfig {
+pub(crate) struct RuntimeLaunchConfig {
     /// Grid.
     pub grid: Dim3,
     /// Block.
@@ -70,37 +70,37 @@ pub struct RuntimeLaunchConfig {
 }
 
 /// `ncclSuccess`, `CUDA_SUCCESS`, `cudaSuccess`.
-pub const SUCCESS: c_int = 0;
+pub(crate) const SUCCESS: c_int = 0;
 
 /// `ncclInProgress`: a nonblocking communicator has not finished the call.
-pub const NCCL_IN_PROGRESS: c_int = 7;
+pub(crate) const NCCL_IN_PROGRESS: c_int = 7;
 
 /// `ncclInvalidUsage`, returned by a call that has no original.
-pub const NCCL_INVALID_USAGE: c_int = 5;
+pub(crate) const NCCL_INVALID_USAGE: c_int = 5;
 
 /// `CUBLAS_STATUS_NOT_INITIALIZED`, also in hipBLAS and mcBLAS.
-pub const BLAS_NOT_INITIALIZED: c_int = 1;
+pub(crate) const BLAS_NOT_INITIALIZED: c_int = 1;
 
 /// `CUDA_ERROR_NOT_FOUND`.
-pub const DRIVER_NOT_FOUND: c_int = 500;
+pub(crate) const DRIVER_NOT_FOUND: c_int = 500;
 
 /// `cudaErrorSymbolNotFound`.
-pub const RUNTIME_NOT_FOUND: c_int = 500;
+pub(crate) const RUNTIME_NOT_FOUND: c_int = 500;
 
 /// `CUDA_ERROR_NOT_READY`, the only code that means pending.
-pub const NOT_READY: c_int = 600;
+pub(crate) const NOT_READY: c_int = 600;
 
 /// `CUDA_ERROR_CONTEXT_IS_DESTROYED`.
-pub const CONTEXT_IS_DESTROYED: c_int = 709;
+pub(crate) const CONTEXT_IS_DESTROYED: c_int = 709;
 
 /// `CU_STREAM_PER_THREAD`, the meaning of NULL for the `_ptsz` form of a function.
-pub const STREAM_PER_THREAD: usize = 2;
+pub(crate) const STREAM_PER_THREAD: usize = 2;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
-pub const CAPTURE_MODE_RELAXED: c_int = 2;
+pub(crate) const CAPTURE_MODE_RELAXED: c_int = 2;
 
 /// Color of a rank that gets no communicator from a split.
-pub const NCCL_SPLIT_NOCOLOR: c_int = -1;
+pub(crate) const NCCL_SPLIT_NOCOLOR: c_int = -1;
 
 /// An argument of unknown type, as wide as a register.
-pub type Word = usize;
+pub(crate) type Word = usize;

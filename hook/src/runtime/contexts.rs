@@ -30,27 +30,27 @@ fn generation(address: usize) -> &'static AtomicUsize {
 }
 
 /// A context of the driver with its current generation; 0 for none.
-pub fn current_generation(address: usize) -> usize {
+pub(crate) fn current_generation(address: usize) -> usize {
     if address == 0 { 0 } else { address | generation(address).load(Ordering::SeqCst) << ADDRESS_BITS }
 }
 
 /// The driver's address of a context.
-pub fn address_of(context: usize) -> usize {
+pub(crate) fn address_of(context: usize) -> usize {
     context & ADDRESS
 }
 
 /// Whether a context has not been destroyed.
-pub fn exists(context: usize) -> bool {
+pub(crate) fn exists(context: usize) -> bool {
     context == current_generation(address_of(context))
 }
 
 /// The context at this address no longer exists.
-pub fn end(address: usize) {
+pub(crate) fn end(address: usize) {
     generation(address).fetch_add(1, Ordering::SeqCst);
 }
 
 /// No earlier context exists.
-pub fn end_all() {
+pub(crate) fn end_all() {
     GENERATIONS.iter().for_each(|generation| {
         generation.fetch_add(1, Ordering::SeqCst);
     });
@@ -61,11 +61,11 @@ pub fn end_all() {
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Keeps the watcher out of the driver while it exists.
-pub struct WatcherOutside(&'static AtomicU32);
+pub(crate) struct WatcherOutside(&'static AtomicU32);
 
 impl WatcherOutside {
     /// Waits until the watcher is not in the driver, for a bounded time.
-    pub fn wait(recorder: &'static Recorder) -> Self {
+    pub(crate) fn wait(recorder: &'static Recorder) -> Self {
         recorder.destroying.fetch_add(1, Ordering::SeqCst);
         let deadline_ns = clock::now_ns() + PATIENCE.as_nanos() as u64;
         while recorder.ring.header(header::WATCHER_CALL).load(Ordering::SeqCst) != 0 && clock::now_ns() < deadline_ns {

@@ -18,7 +18,7 @@ use crate::runtime::{
 };
 
 /// The functions of the loaded driver.
-pub struct Device {
+pub(crate) struct Device {
     event_create: unsafe extern "C" fn(*mut Event, c_uint) -> c_int,
     event_record: unsafe extern "C" fn(Event, Stream) -> c_int,
     event_query: unsafe extern "C" fn(Event) -> c_int,
@@ -66,7 +66,7 @@ const SEARCH_PAUSE_NS: u64 = 500_000_000;
 
 /// The driver, once it is loaded. It may be missed for half a second. A driver that lacks one of
 /// the functions is not used, and nothing is bracketed.
-pub fn device() -> Option<&'static Device> {
+pub(crate) fn device() -> Option<&'static Device> {
     DEVICE.get().or_else(|| {
         let searched_ns = SEARCHED_NS.load(Ordering::Relaxed);
         let pauses = searched_ns != 0 && clock::coarse_now_ns().saturating_sub(searched_ns) < SEARCH_PAUSE_NS;
@@ -76,7 +76,7 @@ pub fn device() -> Option<&'static Device> {
 
 /// The driver, for calls that are rare, such as the creation of a communicator. No driver that is
 /// loaded is missed.
-pub fn device_now() -> Option<&'static Device> {
+pub(crate) fn device_now() -> Option<&'static Device> {
     DEVICE.get().or_else(search)
 }
 
@@ -143,7 +143,7 @@ unsafe fn typed<F: Copy>(library: *mut c_void, name: &CStr) -> Option<F> {
 }
 
 /// Whether a handle denotes a different stream in each context.
-pub fn is_default(stream: usize) -> bool {
+pub(crate) fn is_default(stream: usize) -> bool {
     stream <= STREAM_PER_THREAD
 }
 
@@ -153,7 +153,7 @@ fn numbered(device: c_int) -> usize {
 }
 
 /// A code that the driver returned.
-pub type Code = c_int;
+pub(crate) type Code = c_int;
 
 fn check(code: c_int) -> Result<(), Code> {
     if code == SUCCESS { Ok(()) } else { Err(code) }
@@ -166,7 +166,7 @@ impl Device {
     ///
     /// # Safety
     /// `function` is valid. The name lives as long as it.
-    pub unsafe fn name_of<'a>(&self, function: *mut c_void, by_runtime: bool) -> Option<&'a CStr> {
+    pub(crate) unsafe fn name_of<'a>(&self, function: *mut c_void, by_runtime: bool) -> Option<&'a CStr> {
         let ask = |get: GetName| {
             let mut name: *const c_char = std::ptr::null();
             // SAFETY: the caller's function, and `name` is valid for writing.
@@ -183,7 +183,7 @@ impl Device {
 
     /// Whether a stream is being captured. An error counts as yes: the driver returns one for a
     /// stream that cannot be queried while another stream captures.
-    pub fn is_capturing(&self, stream: usize) -> bool {
+    pub(crate) fn is_capturing(&self, stream: usize) -> bool {
         let mut status = 0;
         // SAFETY: the host is launching on this stream; `status` is valid.
         let code = unsafe { (self.stream_is_capturing)(stream as Stream, &mut status) };
@@ -192,7 +192,7 @@ impl Device {
 
     /// The id of the capture that a stream takes part in. 0 when there is none or the driver cannot
     /// say.
-    pub fn capture_of(&self, stream: usize) -> u64 {
+    pub(crate) fn capture_of(&self, stream: usize) -> u64 {
         let Some(info) = self.capture_info else { return 0 };
         let (mut status, mut id) = (0, 0);
         let null = std::ptr::null_mut();
@@ -204,7 +204,7 @@ impl Device {
     /// The context for the events of a launch on `stream`: that of the stream, or that of the
     /// thread for a default stream. For a stream of a green context it is the primary context,
     /// because a green context may be current to one thread only.
-    pub fn context_of(&self, stream: usize) -> Option<usize> {
+    pub(crate) fn context_of(&self, stream: usize) -> Option<usize> {
         let own = stream as Stream;
         let context = match &self.place {
             LaunchTargetFunctions::Context { of_any_stream: Some(of_any_stream), .. } => {
@@ -229,7 +229,7 @@ impl Device {
     }
 
     /// The thread's current context, 0 for none.
-    pub fn current(&self) -> usize {
+    pub(crate) fn current(&self) -> usize {
         current_generation(self.current_address())
     }
 
@@ -248,7 +248,7 @@ impl Device {
     ///
     /// # Errors
     /// The driver's code.
-    pub fn make_current(&self, context: usize) -> Result<(), Code> {
+    pub(crate) fn make_current(&self, context: usize) -> Result<(), Code> {
         let context = address_of(context);
         match &self.place {
             // SAFETY: a launch was seen in this context; the driver returns an error if it no
@@ -261,7 +261,7 @@ impl Device {
     }
 
     /// The thread's current device, -1 for none.
-    pub fn device_number(&self) -> i32 {
+    pub(crate) fn device_number(&self) -> i32 {
         let mut number = -1;
         let (LaunchTargetFunctions::Context { device: ask, .. } | LaunchTargetFunctions::Device { current: ask, .. }) =
             &self.place;
@@ -273,7 +273,7 @@ impl Device {
     ///
     /// # Errors
     /// The driver's code.
-    pub fn create_event(&self) -> Result<usize, Code> {
+    pub(crate) fn create_event(&self) -> Result<usize, Code> {
         let mut event: Event = std::ptr::null_mut();
         // SAFETY: `event` is valid.
         check(unsafe { (self.event_create)(&mut event, 0) })?;
@@ -284,19 +284,19 @@ impl Device {
     ///
     /// # Errors
     /// The driver's code.
-    pub fn record_event(&self, event: usize, stream: usize) -> Result<(), Code> {
+    pub(crate) fn record_event(&self, event: usize, stream: usize) -> Result<(), Code> {
         // SAFETY: an event of the hook that no other thread uses, and the stream of a launch.
         check(unsafe { (self.event_record)(event as Event, stream as Stream) })
     }
 
     /// 0 when the event is complete, 600 when it is not, else an error.
-    pub fn query_event(&self, event: usize) -> Code {
+    pub(crate) fn query_event(&self, event: usize) -> Code {
         // SAFETY: an event of the hook.
         unsafe { (self.event_query)(event as Event) }
     }
 
     /// Time from one complete event to another, which may be the earlier one.
-    pub fn elapsed_ns(&self, start: usize, end: usize) -> Option<i64> {
+    pub(crate) fn elapsed_ns(&self, start: usize, end: usize) -> Option<i64> {
         let mut milliseconds = 0.0f32;
         // SAFETY: two complete events of the hook.
         let code = unsafe { (self.event_elapsed)(&mut milliseconds, start as Event, end as Event) };
@@ -307,7 +307,7 @@ impl Device {
     ///
     /// # Errors
     /// The driver's code, or [`DRIVER_NOT_FOUND`].
-    pub fn create_stream(&self) -> Result<usize, Code> {
+    pub(crate) fn create_stream(&self) -> Result<usize, Code> {
         const NON_BLOCKING: c_uint = 1;
         let create = self.stream_create.ok_or(DRIVER_NOT_FOUND)?;
         let mut stream: Stream = std::ptr::null_mut();
@@ -317,7 +317,7 @@ impl Device {
     }
 
     /// Destroys an event.
-    pub fn destroy_event(&self, event: usize) {
+    pub(crate) fn destroy_event(&self, event: usize) {
         // SAFETY: an event of the hook without further references.
         unsafe { (self.event_destroy)(event as Event) };
     }
@@ -327,7 +327,7 @@ impl Device {
     ///
     /// # Errors
     /// The driver's code.
-    pub fn relax_capture(&self) -> Result<(), Code> {
+    pub(crate) fn relax_capture(&self) -> Result<(), Code> {
         let mut mode = crate::runtime::abi::CAPTURE_MODE_RELAXED;
         // SAFETY: `mode` is valid.
         check(unsafe { (self.exchange_capture_mode)(&mut mode) })

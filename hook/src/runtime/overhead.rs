@@ -27,7 +27,7 @@ const COLLECTIVES: (u32, u32) = (32, 4);
 static CLOCK_NS: AtomicU64 = AtomicU64::new(0);
 
 /// Measures the duration of a clock reading.
-pub fn calibrate() {
+pub(crate) fn calibrate() {
     let reading = || {
         let first = clock::now_ns();
         clock::now_ns().saturating_sub(first)
@@ -37,7 +37,7 @@ pub fn calibrate() {
 }
 
 /// Measures one hooked call. Most calls are not measured.
-pub struct OverheadTimer {
+pub(crate) struct OverheadTimer {
     since_ns: u64,
     spent_ns: u64,
 }
@@ -45,7 +45,7 @@ pub struct OverheadTimer {
 impl OverheadTimer {
     /// Begins at the entry of the hook. `layer` is the mark of the layer.
     #[inline(always)]
-    pub fn begin(thread: &ThreadState, layer: u8) -> Self {
+    pub(crate) fn begin(thread: &ThreadState, layer: u8) -> Self {
         let (calls, (period, which)) = match layer {
             IN_COLLECTIVES => (&thread.collectives, COLLECTIVES),
             IN_DRIVER | IN_RUNTIME => (&thread.launches, LAUNCHES),
@@ -58,13 +58,13 @@ impl OverheadTimer {
 
     /// Whether this call is measured.
     #[inline]
-    pub fn is_measured(&self) -> bool {
+    pub(crate) fn is_measured(&self) -> bool {
         self.since_ns != 0
     }
 
     /// Stops before the real function is called.
     #[inline(always)]
-    pub fn pause(&mut self) {
+    pub(crate) fn pause(&mut self) {
         if self.is_measured() {
             self.spent_ns += clock::now_ns().saturating_sub(self.since_ns + CLOCK_NS.load(Ordering::Relaxed));
         }
@@ -72,14 +72,14 @@ impl OverheadTimer {
 
     /// Continues after the real function has returned.
     #[inline(always)]
-    pub fn resume(&mut self) {
+    pub(crate) fn resume(&mut self) {
         if self.is_measured() {
             self.since_ns = clock::now_ns();
         }
     }
 
     /// Ends when the call leaves the hook.
-    pub fn end(&mut self, thread: &ThreadState, recorder: &Recorder, layer: u8) {
+    pub(crate) fn end(&mut self, thread: &ThreadState, recorder: &Recorder, layer: u8) {
         if self.is_measured() {
             self.pause();
             self.keep(thread, recorder, layer);

@@ -43,7 +43,7 @@ const _: () = assert!(size_of::<Slot>() == 64);
 /// The shape of a matrix product or of an attention; see [`xpu_timer_proto::v1::Operation`].
 #[derive(Debug, Clone, Copy, Default)]
 #[allow(missing_docs)]
-pub struct MatmulShape {
+pub(crate) struct MatmulShape {
     pub batch: u32,
     pub m: u32,
     pub n: u32,
@@ -77,7 +77,7 @@ impl MatmulShape {
 type Varying = [(usize, u64); 6];
 
 /// An operation as it begins.
-pub struct NewOperation {
+pub(crate) struct NewOperation {
     /// Kind.
     pub kind: OpKind,
     /// Operation.
@@ -109,7 +109,7 @@ pub struct NewOperation {
 
 impl NewOperation {
     /// An operation without a communicator.
-    pub fn new(kind: OpKind, op: Op) -> Self {
+    pub(crate) fn new(kind: OpKind, op: Op) -> Self {
         NewOperation {
             kind,
             op,
@@ -145,7 +145,7 @@ impl NewOperation {
 
     /// A copy or memset. Its direction has the place of a sequence number; see
     /// [`xpu_timer_proto::ring::copy`].
-    pub fn copy(direction: CopyDirection, bytes: u64) -> Self {
+    pub(crate) fn copy(direction: CopyDirection, bytes: u64) -> Self {
         NewOperation { seq: direction as u64, count: bytes, ..Self::new(OpKind::Kernel, Op::Copy) }
     }
 }
@@ -155,7 +155,7 @@ impl NewOperation {
 const SEEN: usize = name::SLOTS * 2;
 
 /// The recorder of this process.
-pub struct Recorder {
+pub(crate) struct Recorder {
     /// Shared with the collector.
     pub ring: Ring,
     /// Private side of the operation slots.
@@ -184,7 +184,7 @@ pub struct Recorder {
 /// Which calls get events besides collectives. Every launch reads it, and it is written rarely.
 #[derive(Default)]
 #[repr(align(64))]
-pub struct Bracketed {
+pub(crate) struct Bracketed {
     /// The kinds, and until when: a word of [`detail`].
     wanted: AtomicU64,
     /// What the user asks for, a [`Bracket`].
@@ -193,13 +193,13 @@ pub struct Bracketed {
 
 impl Bracketed {
     /// Sets what the user asks for.
-    pub fn set_mode(&self, mode: Bracket) {
+    pub(crate) fn set_mode(&self, mode: Bracket) {
         self.mode.store(mode as u32, Ordering::Relaxed);
         self.set_detail(0, 0);
     }
 
     /// Sets what the collector asks for, a word of [`detail`].
-    pub fn set_detail(&self, asked: u64, now_ns: u64) {
+    pub(crate) fn set_detail(&self, asked: u64, now_ns: u64) {
         let is_mode = |mode: Bracket| self.mode.load(Ordering::Relaxed) == mode as u32;
         let always = if is_mode(Bracket::All) {
             detail::KERNELS | detail::MATMULS
@@ -216,21 +216,21 @@ impl Bracketed {
 
     /// Whether a kind of [`detail`] is wanted now.
     #[inline(always)]
-    pub fn is_wanted(&self, kind: u8, now_ns: impl FnOnce() -> u64) -> bool {
+    pub(crate) fn is_wanted(&self, kind: u8, now_ns: impl FnOnce() -> u64) -> bool {
         let word = self.wanted.load(Ordering::Relaxed);
         word != 0 && detail::is_wanted(word, kind, now_ns())
     }
 
     /// Whether nothing gets events, not even a collective.
     #[inline]
-    pub fn is_off(&self) -> bool {
+    pub(crate) fn is_off(&self) -> bool {
         self.mode.load(Ordering::Relaxed) == Bracket::None as u32
     }
 }
 
 /// The launches that are looked at, and the kinds of operations among them.
 #[derive(Default)]
-pub struct LaunchStacks {
+pub(crate) struct LaunchStacks {
     /// Launches that are still looked at. Every operation reads it.
     left: AtomicU32,
     is_started: AtomicBool,
@@ -240,7 +240,7 @@ pub struct LaunchStacks {
 impl LaunchStacks {
     /// Whether the next launch is looked at.
     #[inline(always)]
-    pub fn are_wanted(&self) -> bool {
+    pub(crate) fn are_wanted(&self) -> bool {
         self.left.load(Ordering::Relaxed) != 0
     }
 
@@ -289,7 +289,7 @@ impl Recorder {
     /// # Errors
     /// When the system has no memory or descriptor for the ring.
     #[inline(never)]
-    pub fn boxed(descriptor: &'static Descriptor) -> io::Result<Box<Self>> {
+    pub(crate) fn boxed(descriptor: &'static Descriptor) -> io::Result<Box<Self>> {
         Ok(Box::new(Recorder {
             ring: Ring::create(descriptor)?,
             slots: (0..op::SLOTS).map(|_| Slot::default()).collect(),
@@ -317,14 +317,14 @@ impl Recorder {
 
     /// Increments a word of the header.
     #[inline]
-    pub fn count(&self, header: usize) {
+    pub(crate) fn count(&self, header: usize) {
         self.ring.header(header).fetch_add(1, Ordering::Relaxed);
     }
 }
 
 /// The process's recorder, if it has started.
 #[inline]
-pub fn running() -> Option<&'static Recorder> {
+pub(crate) fn running() -> Option<&'static Recorder> {
     let recorder = PROCESS.recorder.load(Ordering::Acquire).cast::<Recorder>();
     // SAFETY: null, or a recorder that is never freed.
     unsafe { recorder.as_ref() }
@@ -333,24 +333,24 @@ pub fn running() -> Option<&'static Recorder> {
 /// The words of the ring: a memfd, laid out by `xpu_timer_proto::ring`. They are mapped for the
 /// rest of the process's life, because another thread may be writing at any time, and a forked
 /// child may still hold a reference.
-pub struct Ring {
+pub(crate) struct Ring {
     words: &'static [AtomicU64],
     /// The descriptor that the collector receives.
     pub descriptor: &'static Descriptor,
 }
 
 /// Bytes of text in a coverage entry.
-pub const COVERAGE_NAME_BYTES: usize = (coverage::WORDS - coverage::NAME) * 8;
+pub(crate) const COVERAGE_NAME_BYTES: usize = (coverage::WORDS - coverage::NAME) * 8;
 
 /// Bytes of text in a name entry.
-pub const NAME_BYTES: usize = (name::WORDS - name::TEXT) * 8;
+pub(crate) const NAME_BYTES: usize = (name::WORDS - name::TEXT) * 8;
 
 impl Ring {
     /// Creates a ring in shared memory, and stores its descriptor in `descriptor`.
     ///
     /// # Errors
     /// When the system has no descriptor or no memory for it.
-    pub fn create(descriptor: &'static Descriptor) -> io::Result<Self> {
+    pub(crate) fn create(descriptor: &'static Descriptor) -> io::Result<Self> {
         let (fd, memory) = descriptor::shared_memory(offset::END)?;
         descriptor.set(fd)?;
         // SAFETY: the mapping is END bytes, page-aligned, zero, and never unmapped; AtomicU64 has
@@ -363,32 +363,32 @@ impl Ring {
     }
 
     /// Address of the first word.
-    pub fn words(&self) -> *mut AtomicU64 {
+    pub(crate) fn words(&self) -> *mut AtomicU64 {
         self.words.as_ptr().cast_mut()
     }
 
     /// A word of the header.
     #[inline]
-    pub fn header(&self, index: usize) -> &'static AtomicU64 {
+    pub(crate) fn header(&self, index: usize) -> &'static AtomicU64 {
         &self.words[index]
     }
 
     /// Entry `index` of the table at `offset`.
     #[inline]
-    pub fn entry(&self, offset: usize, index: usize, words: usize) -> &'static [AtomicU64] {
+    pub(crate) fn entry(&self, offset: usize, index: usize, words: usize) -> &'static [AtomicU64] {
         let first = offset / 8 + index * words;
         &self.words[first..first + words]
     }
 
     /// The words of an operation slot.
     #[inline]
-    pub fn op(&self, slot: usize) -> &'static [AtomicU64; op::WORDS] {
+    pub(crate) fn op(&self, slot: usize) -> &'static [AtomicU64; op::WORDS] {
         self.entry(offset::OPS, slot, op::WORDS).try_into().expect("an entry has WORDS words")
     }
 }
 
 /// Stores text as words, truncated or padded with zeros.
-pub fn store_text(words: &[AtomicU64], text: &[u8]) {
+pub(crate) fn store_text(words: &[AtomicU64], text: &[u8]) {
     let chunks = text.chunks(8).map(|chunk| {
         let mut bytes = [0; 8];
         bytes[..chunk.len()].copy_from_slice(chunk);
@@ -400,28 +400,28 @@ pub fn store_text(words: &[AtomicU64], text: &[u8]) {
 }
 
 /// Operations that can be open and watched at the same time. Further ones are only recorded.
-pub const OPEN_CALL_CELLS: usize = store_wait::SLOTS;
+pub(crate) const OPEN_CALL_CELLS: usize = store_wait::SLOTS;
 
 /// The open operations of the process. A cell contains a slot plus one, 0 for none.
-pub struct OpenCalls {
+pub(crate) struct OpenCalls {
     cells: [AtomicU32; OPEN_CALL_CELLS],
 }
 
 impl OpenCalls {
     /// An empty table.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         OpenCalls { cells: [const { AtomicU32::new(0) }; OPEN_CALL_CELLS] }
     }
 
     /// The slots of all open operations.
-    pub fn slots(&self) -> impl Iterator<Item = usize> {
+    pub(crate) fn slots(&self) -> impl Iterator<Item = usize> {
         let held = self.cells.iter().map(|cell| cell.load(Ordering::Acquire));
         held.filter_map(|link| Some(link.checked_sub(1)? as usize))
     }
 
     /// Takes a cell for a slot and returns its number plus one, 0 when there is none. Each thread
     /// begins the search at a different cell.
-    pub fn put(&self, slot: usize, tid: u32) -> usize {
+    pub(crate) fn put(&self, slot: usize, tid: u32) -> usize {
         let link = slot as u32 + 1;
         let order = (0..OPEN_CALL_CELLS).map(|step| (tid as usize + step) % OPEN_CALL_CELLS);
         let free = |cell: &usize| {
@@ -433,7 +433,7 @@ impl OpenCalls {
     }
 
     /// Frees a cell, by its number plus one.
-    pub fn clear(&self, cell: usize) {
+    pub(crate) fn clear(&self, cell: usize) {
         if let Some(cell) = cell.checked_sub(1).and_then(|cell| self.cells.get(cell)) {
             cell.store(0, Ordering::Release);
         }

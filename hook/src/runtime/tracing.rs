@@ -44,7 +44,7 @@ use crate::runtime::{
 };
 
 /// The variable, for messages.
-pub const VARIABLE: &str = "XPU_TIMER_HOST_TRACING_FUNC";
+pub(crate) const VARIABLE: &str = "XPU_TIMER_HOST_TRACING_FUNC";
 
 /// Name of the garbage collections among the functions.
 const COLLECTIONS: &str = "GC";
@@ -67,7 +67,7 @@ const DEFAULTS: [&str; 12] = [
 
 /// A function of the list.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Target {
+pub(crate) struct Target {
     /// As the user wrote it.
     name: String,
     /// The module to look in.
@@ -117,7 +117,7 @@ impl Target {
 /// The functions to trace, and a message about each value that cannot be used. No functions if the
 /// variable is empty.
 #[must_use]
-pub fn parse(value: &str) -> (Vec<Target>, Vec<String>) {
+pub(crate) fn parse(value: &str) -> (Vec<Target>, Vec<String>) {
     let (mut targets, mut problems) = (Vec::new(), Vec::new());
     let wanted = value.split(',').map(str::trim).filter(|name| !name.is_empty());
     for name in wanted {
@@ -210,7 +210,7 @@ impl State {
 }
 
 /// The part of the watcher.
-pub struct Tracing {
+pub(crate) struct Tracing {
     is_on: bool,
     /// Whether functions are traced; else only exceptions are kept.
     has_targets: bool,
@@ -229,7 +229,7 @@ const PATIENCE_NS: u64 = 30_000_000_000;
 impl Tracing {
     /// Traces these functions. Keeps uncaught exceptions if there is a function or a plugin wants
     /// them.
-    pub fn new(recorder: &Recorder, targets: Vec<Target>, wants_exceptions: bool) -> Self {
+    pub(crate) fn new(recorder: &Recorder, targets: Vec<Target>, wants_exceptions: bool) -> Self {
         let has_targets = !targets.is_empty();
         let is_on = has_targets || wants_exceptions;
         if is_on && let Ok(mut state) = STATE.try_lock() {
@@ -244,7 +244,7 @@ impl Tracing {
     }
 
     /// A turn of the watcher. Returns lines for the log. `is_last` is whether the process ends.
-    pub fn turn(&mut self, is_last: bool) -> Vec<String> {
+    pub(crate) fn turn(&mut self, is_last: bool) -> Vec<String> {
         if !self.is_on || STAGE.load(Ordering::Acquire) == OVER {
             return Vec::new();
         }

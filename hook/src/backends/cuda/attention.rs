@@ -30,7 +30,7 @@ const OFFSETS_OF_QUERIES: usize = 224;
 
 /// The operation of a kernel that is launched with these arguments. `None` if it is not timed, or
 /// if its sizes are unknown.
-pub fn timed(recorder: &Recorder, kernel: AttentionKernel, parameters: Data) -> Option<NewOperation> {
+pub(crate) fn timed(recorder: &Recorder, kernel: AttentionKernel, parameters: Data) -> Option<NewOperation> {
     // SAFETY: the caller's array of pointers to arguments, if there is one. These kernels have one
     // argument.
     let argument = unsafe { parameters.cast::<*const u8>().as_ref() }.copied().unwrap_or(std::ptr::null());

@@ -210,7 +210,7 @@ hooked! {
 
 /// What a call launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Launch {
+pub(crate) enum Launch {
     /// A kernel, by its handle.
     Kernel(usize),
     /// An instantiated graph.
@@ -351,7 +351,7 @@ fn by_runtime(launch: Launch, stream: usize) -> ByRuntime {
 }
 
 /// A runtime launch. The driver layer may have seen it or not.
-pub struct ByRuntime {
+pub(crate) struct ByRuntime {
     launch: Launch,
     stream: usize,
 }

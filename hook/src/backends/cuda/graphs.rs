@@ -30,7 +30,7 @@ use crate::{
 
 /// A captured collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CapturedCollective {
+pub(crate) struct CapturedCollective {
     /// Operation.
     pub op: Op,
     /// Element type.
@@ -95,7 +95,7 @@ fn records() -> Option<MutexGuard<'static, GraphRecords>> {
 }
 
 /// Records collectives that were called on a capturing stream.
-pub fn capture_collectives(stream: usize, collectives: &[CapturedCollective]) {
+pub(crate) fn capture_collectives(stream: usize, collectives: &[CapturedCollective]) {
     let capture = device().map_or(0, |device| device.capture_of(stream));
     if capture == 0 || collectives.is_empty() {
         return;
@@ -118,7 +118,7 @@ fn remember<K: PartialEq>(known: &mut Vec<(K, Vec<CapturedCollective>)>, key: K,
 }
 
 /// A change of the records, made when the call has succeeded.
-pub enum GraphChange {
+pub(crate) enum GraphChange {
     /// A capture becomes the graph whose handle is written to `graph`.
     Captured {
         /// Id of the capture.
@@ -161,7 +161,7 @@ pub enum GraphChange {
 }
 
 /// Called before the end of a capture. Afterwards the stream does not know its id any more.
-pub fn capture_ending(stream: usize, graph: usize) -> GraphChange {
+pub(crate) fn capture_ending(stream: usize, graph: usize) -> GraphChange {
     GraphChange::Captured { capture: device().map_or(0, |device| device.capture_of(stream)), graph }
 }
 
@@ -277,7 +277,7 @@ fn collectives_of(exec: usize) -> &'static [CapturedCollective] {
 
 /// Records a graph launch: an operation for the graph, and one for each collective in it. The
 /// launch's events bracket them all, because progress inside a graph cannot be observed.
-pub fn launch(recorder: &'static Recorder, exec: usize, stream: usize) -> Option<OpenOperation> {
+pub(crate) fn launch(recorder: &'static Recorder, exec: usize, stream: usize) -> Option<OpenOperation> {
     let collectives = collectives_of(exec);
     if bracket::is_captured(stream) {
         capture_collectives(stream, collectives);

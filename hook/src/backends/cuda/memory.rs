@@ -159,7 +159,7 @@ const BETWEEN_DEVICES: c_int = 3;
 
 /// One end of a 3D copy: an address, or an array whose element size is not known here.
 #[repr(C)]
-pub struct End {
+pub(crate) struct End {
     array: *const c_void,
     position: [usize; 3],
     address: *const c_void,
@@ -169,7 +169,7 @@ pub struct End {
 
 /// `cudaMemcpy3DParms` and the equal structures of the other vendors.
 #[repr(C)]
-pub struct Layers {
+pub(crate) struct Layers {
     from: End,
     to: End,
     extent: [usize; 3],
@@ -178,7 +178,7 @@ pub struct Layers {
 
 /// `cudaMemcpy3DPeerParms`.
 #[repr(C)]
-pub struct PeerLayers {
+pub(crate) struct PeerLayers {
     from: End,
     from_device: c_int,
     to: End,
@@ -205,7 +205,7 @@ fn by_peer_layers(what: *const PeerLayers) -> Option<Copy> {
 
 /// One end of a 2D copy of the driver: `CUDA_MEMCPY2D_v2` has two.
 #[repr(C)]
-pub struct RowsEnd {
+pub(crate) struct RowsEnd {
     position: [usize; 2],
     memory_type: c_uint,
     host: *const c_void,
@@ -216,7 +216,7 @@ pub struct RowsEnd {
 
 /// `CUDA_MEMCPY2D_v2`.
 #[repr(C)]
-pub struct Rows {
+pub(crate) struct Rows {
     from: RowsEnd,
     to: RowsEnd,
     /// Bytes of a row, and rows.
@@ -225,7 +225,7 @@ pub struct Rows {
 
 /// One end of a 3D copy of the driver: `CUDA_MEMCPY3D_v2` has two.
 #[repr(C)]
-pub struct VolumeEnd {
+pub(crate) struct VolumeEnd {
     position: [usize; 3],
     level: usize,
     memory_type: c_uint,
@@ -239,7 +239,7 @@ pub struct VolumeEnd {
 
 /// `CUDA_MEMCPY3D_v2`.
 #[repr(C)]
-pub struct Volume {
+pub(crate) struct Volume {
     from: VolumeEnd,
     to: VolumeEnd,
     /// Bytes of a row, rows, and layers.
@@ -424,7 +424,7 @@ hooked! {
 }
 
 /// The driver API. cuGetProcAddress is asked for the names without a version.
-pub mod driver {
+pub(crate) mod driver {
     use super::{
         Active, DEFAULT, Data, DeviceAllocation, Out, Rows, Stream, Volume, by_rows, by_volume, c_uint, filled, free,
         hooked, moved, open,

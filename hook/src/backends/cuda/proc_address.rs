@@ -18,12 +18,12 @@ type GetV2 = unsafe extern "C-unwind" fn(*const c_char, *mut *mut c_void, c_int,
 /// The form of CUDA 11.3.
 #[used]
 #[unsafe(link_section = "xpu_timer_functions")]
-pub static V1: Function = Function::new(c"cuGetProcAddress", Library::Driver, WRAPPERS_V1);
+pub(crate) static V1: Function = Function::new(c"cuGetProcAddress", Library::Driver, WRAPPERS_V1);
 
 /// The form of CUDA 12.
 #[used]
 #[unsafe(link_section = "xpu_timer_functions")]
-pub static V2: Function = Function::new(c"cuGetProcAddress_v2", Library::Driver, WRAPPERS_V2);
+pub(crate) static V2: Function = Function::new(c"cuGetProcAddress_v2", Library::Driver, WRAPPERS_V2);
 
 const WRAPPERS_V1: [Wrapper; SLOTS] = [
     Wrapper(cuGetProcAddress as *const ()),
@@ -101,7 +101,7 @@ unsafe extern "C-unwind" fn v2<const SLOT: usize>(
 /// Exported.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C-unwind" fn cuGetProcAddress(
+pub(crate) unsafe extern "C-unwind" fn cuGetProcAddress(
     symbol: *const c_char,
     out: *mut *mut c_void,
     version: c_int,
@@ -114,7 +114,7 @@ pub unsafe extern "C-unwind" fn cuGetProcAddress(
 /// Exported.
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
-pub unsafe extern "C-unwind" fn cuGetProcAddress_v2(
+pub(crate) unsafe extern "C-unwind" fn cuGetProcAddress_v2(
     symbol: *const c_char,
     out: *mut *mut c_void,
     version: c_int,

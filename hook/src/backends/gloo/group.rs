@@ -50,7 +50,7 @@ thread_local! {
 
 /// The entry and identity of a group. A group whose creation was not seen gets an identity that
 /// only this process has.
-pub fn known(recorder: &'static Recorder, group: Word) -> Option<(usize, u64)> {
+pub(crate) fn known(recorder: &'static Recorder, group: Word) -> Option<(usize, u64)> {
     let index = recorder.comms.find(group).or_else(|| adopt(recorder, group, -1, 0))?;
     Some((index, recorder.comm_id(index)))
 }
@@ -69,7 +69,7 @@ fn ready(recorder: &'static Recorder, index: usize, group: Word) {
 }
 
 /// The constructor of a group.
-pub struct Creating {
+pub(crate) struct Creating {
     recorder: &'static Recorder,
     group: Word,
     rank: i32,
@@ -77,7 +77,7 @@ pub struct Creating {
 }
 
 /// Called before the constructor.
-pub fn creating(recorder: &'static Recorder, group: Word, rank: Word, size: Word) -> Creating {
+pub(crate) fn creating(recorder: &'static Recorder, group: Word, rank: Word, size: Word) -> Creating {
     let (rank, size) = (rank as i32, size as u32);
     GROUP_IN_CREATION.set(Some(GroupInCreation { rank, size, comm: None, slot: None }));
     Creating { recorder, group, rank, size }
@@ -132,13 +132,13 @@ impl Drop for Creating {
 }
 
 /// Whether the calling thread is creating a group whose identity is not known yet.
-pub fn needs_identity() -> bool {
+pub(crate) fn needs_identity() -> bool {
     GROUP_IN_CREATION.get().is_some_and(|creation| creation.comm.is_none())
 }
 
 /// Called when a key is set in a store during the creation of a group. The first key identifies the
 /// group.
-pub fn store_key_set(recorder: &'static Recorder, key: Word) {
+pub(crate) fn store_key_set(recorder: &'static Recorder, key: Word) {
     let Some(creation) = GROUP_IN_CREATION.get().filter(|_| key != 0) else { return };
     let key = characters(key);
     let common = key.iter().rposition(|byte| *byte == b'/').map_or(&key[..0], |slash| &key[..slash]);
@@ -171,18 +171,18 @@ fn is_rank() -> bool {
 }
 
 /// Whether this process is a rank: by its variables, or because it has a communicator.
-pub fn is_member() -> bool {
+pub(crate) fn is_member() -> bool {
     is_rank() || recorder::running().is_some_and(|recorder| recorder.comms.used() > 0)
 }
 
 /// Whether this is the main thread of such a process.
-pub fn is_main_thread_of_member() -> bool {
+pub(crate) fn is_main_thread_of_member() -> bool {
     thread_state::with(|thread| thread.tid()) == std::process::id() && is_member()
 }
 
 /// How an argument contains the keys that a call of a store waits for.
 #[derive(Debug, Clone, Copy)]
-pub enum Keys {
+pub(crate) enum Keys {
     /// There are none.
     None,
     /// `const std::string&`.
@@ -193,8 +193,8 @@ pub enum Keys {
 }
 
 /// Size of a std::string in the old ABI of libstdc++ and in the new one.
-pub const OLD_STRING: usize = 8;
-pub const NEW_STRING: usize = 32;
+pub(crate) const OLD_STRING: usize = 8;
+pub(crate) const NEW_STRING: usize = 32;
 
 /// The characters of a std::string: in both ABIs, it begins with a pointer to them, and they are
 /// terminated.
@@ -220,7 +220,7 @@ impl Keys {
 }
 
 /// Called before a call of the store that returns when other ranks have arrived.
-pub fn waiting_in_store(recorder: &'static Recorder, name: &'static str, keys: Keys) -> BlockingCall {
+pub(crate) fn waiting_in_store(recorder: &'static Recorder, name: &'static str, keys: Keys) -> BlockingCall {
     BlockingCall::new(recorder)
         .with(&named_host_call(recorder, name))
         .with_startup_grace(recorder, recorder.comms.used() == 0)
@@ -229,7 +229,7 @@ pub fn waiting_in_store(recorder: &'static Recorder, name: &'static str, keys: K
 
 /// How an argument contains the tensor that determines the size of an operation.
 #[derive(Debug, Clone, Copy)]
-pub enum Tensors {
+pub(crate) enum Tensors {
     /// It does not, or it differs between ranks.
     None,
     /// `at::Tensor&`.
@@ -290,7 +290,7 @@ fn shape_in_memory(implementation: Word) -> Option<(u64, c_int)> {
 /// Element count and type of a tensor: through PyTorch's stable C interface (from 2.1 on), which is
 /// looked up in the library of the original of `beside`, or from the tensor's memory. Zero and
 /// unspecified if unknown.
-pub fn tensor_shape(beside: &Function, tensors: Tensors) -> (u64, DataType) {
+pub(crate) fn tensor_shape(beside: &Function, tensors: Tensors) -> (u64, DataType) {
     let tensor = match tensors {
         Tensors::None => 0,
         Tensors::One(tensor) => tensor,

@@ -43,7 +43,7 @@ use crate::{
 
 /// A communicator that the hook knows.
 #[derive(Debug, Clone, Copy)]
-pub struct KnownCommunicator {
+pub(crate) struct KnownCommunicator {
     /// Its entry in the communicator table.
     pub index: usize,
     /// Its identity.
@@ -56,25 +56,25 @@ static FIRST_REMOTE: [AtomicU32; comm::SLOTS] = [const { AtomicU32::new(0) }; co
 
 impl KnownCommunicator {
     /// Whether it is an intercommunicator.
-    pub fn is_inter(self) -> bool {
+    pub(crate) fn is_inter(self) -> bool {
         FIRST_REMOTE[self.index].load(Ordering::Relaxed) != 0
     }
 
     /// A duplicate connects the same groups.
-    pub fn copy_remote_group_to(self, copy: usize) {
+    pub(crate) fn copy_remote_group_to(self, copy: usize) {
         FIRST_REMOTE[copy].store(FIRST_REMOTE[self.index].load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
     /// The number of a peer among all members. In an intercommunicator, a peer is a member of the
     /// remote group.
-    pub fn peer(self, peer: Word) -> Word {
+    pub(crate) fn peer(self, peer: Word) -> Word {
         peer + FIRST_REMOTE[self.index].load(Ordering::Relaxed).saturating_sub(1) as Word
     }
 }
 
 /// The communicator with a handle. It is registered now if its creation was not seen. `None` for a
 /// communicator of this process alone, in which nothing waits for others.
-pub fn known(recorder: &'static Recorder, handle: Word) -> Option<KnownCommunicator> {
+pub(crate) fn known(recorder: &'static Recorder, handle: Word) -> Option<KnownCommunicator> {
     let library = library()?;
     let handle = library.abi.handle(handle);
     let index = recorder.comms.find(handle as usize).or_else(|| adopt(recorder, library, handle))?;
@@ -175,26 +175,26 @@ fn adopt(recorder: &'static Recorder, library: &Library, handle: u64) -> Option<
 }
 
 /// Creates an entry.
-pub fn create(recorder: &'static Recorder, new: &NewCommunicator) -> Option<usize> {
+pub(crate) fn create(recorder: &'static Recorder, new: &NewCommunicator) -> Option<usize> {
     let index = recorder.create_comm(new)?;
     FIRST_REMOTE[index].store(0, Ordering::Relaxed);
     Some(index)
 }
 
 /// The communicator can be used from now on, with this handle.
-pub fn ready(recorder: &'static Recorder, index: usize, handle: usize) {
+pub(crate) fn ready(recorder: &'static Recorder, index: usize, handle: usize) {
     recorder.set_comm_handle(index, handle);
     recorder.set_comm_state(index, CommunicatorState::Ready);
 }
 
 /// `MPI_Init`, which returns on no rank before all ranks have called it.
-pub struct InitCall {
+pub(crate) struct InitCall {
     running: BlockingCall,
     comm: Option<usize>,
 }
 
 /// Called before any form of `MPI_Init`.
-pub fn init_call(recorder: &'static Recorder, name: &'static str) -> InitCall {
+pub(crate) fn init_call(recorder: &'static Recorder, name: &'static str) -> InitCall {
     let environment = config::snapshot();
     let info = Source::new(move |name| config::value(&environment, name).map(str::to_string), "").rank_info();
     polling::interrupt(recorder);
@@ -235,7 +235,7 @@ fn making(recorder: &'static Recorder, op: Op, name: &'static str) -> NewOperati
 
 /// What a handle refers to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// A communicator.
     Comm,
     /// A window.
@@ -264,7 +264,7 @@ impl Kind {
 }
 
 /// A call that creates a communicator, or a window or file of one.
-pub struct CreationCall {
+pub(crate) struct CreationCall {
     running: BlockingCall,
     output: Word,
     kind: Kind,
@@ -274,7 +274,7 @@ pub struct CreationCall {
 
 /// Called before all ranks of a communicator create a new one. The library writes its handle to
 /// `output`.
-pub fn from_parent(recorder: &'static Recorder, name: &'static str, parent: Word, output: Word) -> CreationCall {
+pub(crate) fn from_parent(recorder: &'static Recorder, name: &'static str, parent: Word, output: Word) -> CreationCall {
     polling::interrupt(recorder);
     let running = of_parent(recorder, name, known(recorder, parent));
     CreationCall { running, output, kind: Kind::Comm, comm: None }
@@ -290,14 +290,14 @@ fn of_parent(recorder: &'static Recorder, name: &'static str, parent: Option<Kno
 
 /// Called before the creation of a communicator with processes that share none with this one, or
 /// without a parent.
-pub fn from_other_processes(recorder: &'static Recorder, name: &'static str, output: Word) -> CreationCall {
+pub(crate) fn from_other_processes(recorder: &'static Recorder, name: &'static str, output: Word) -> CreationCall {
     polling::interrupt(recorder);
     let running = BlockingCall::new(recorder).with(&making(recorder, Op::CommInit, name));
     CreationCall { running, output, kind: Kind::Comm, comm: None }
 }
 
 /// Called before only the ranks of a group create a communicator.
-pub fn from_group(recorder: &'static Recorder, name: &'static str, group: Word, output: Word) -> CreationCall {
+pub(crate) fn from_group(recorder: &'static Recorder, name: &'static str, group: Word, output: Word) -> CreationCall {
     polling::interrupt(recorder);
     let running = BlockingCall::new(recorder);
     let found = library().and_then(|library| {
@@ -316,7 +316,7 @@ pub fn from_group(recorder: &'static Recorder, name: &'static str, group: Word, 
 }
 
 /// Called before all ranks of a communicator create a window or file.
-pub fn derived(
+pub(crate) fn derived(
     recorder: &'static Recorder,
     name: &'static str,
     parent: Word,
@@ -361,16 +361,16 @@ impl AfterCall for CreationCall {
 
 /// The window or file with a handle. `None` if it belongs to this process alone, or if its creation
 /// was not seen.
-pub fn known_object(recorder: &'static Recorder, kind: Kind, handle: Word) -> Option<KnownCommunicator> {
+pub(crate) fn known_object(recorder: &'static Recorder, kind: Kind, handle: Word) -> Option<KnownCommunicator> {
     let index = recorder.comms.find(kind.handle(library()?, handle))?;
     unless_alone(recorder, index)
 }
 
 /// Token of `MPI_Session_init`.
-pub struct Session(Word);
+pub(crate) struct Session(Word);
 
 /// Called before `MPI_Session_init`, which writes the session to `place`.
-pub fn session(place: Word) -> Session {
+pub(crate) fn session(place: Word) -> Session {
     Session(place)
 }
 
@@ -385,7 +385,7 @@ impl AfterCall for Session {
 
 /// Called before `MPI_Session_finalize`, which overwrites the handle and may wait for processes
 /// that share the session's communicators. The hook must not use the session any more.
-pub fn session_over(recorder: &'static Recorder, place: Word) -> BlockingCall {
+pub(crate) fn session_over(recorder: &'static Recorder, place: Word) -> BlockingCall {
     polling::interrupt(recorder);
     if let Some(library) = library() {
         // SAFETY: the caller's session.
@@ -395,16 +395,16 @@ pub fn session_over(recorder: &'static Recorder, place: Word) -> BlockingCall {
 }
 
 /// A call that ends a communicator.
-pub struct Ending(Option<usize>);
+pub(crate) struct Ending(Option<usize>);
 
 /// Called before `MPI_Comm_free` and `MPI_Comm_disconnect`, which overwrite the handle.
-pub fn ending(recorder: &'static Recorder, place: Word) -> Ending {
+pub(crate) fn ending(recorder: &'static Recorder, place: Word) -> Ending {
     polling::interrupt(recorder);
     ending_of(recorder, Kind::Comm, place).1
 }
 
 /// The object behind a handle in memory, and its end.
-pub fn ending_of(recorder: &'static Recorder, kind: Kind, place: Word) -> (Option<KnownCommunicator>, Ending) {
+pub(crate) fn ending_of(recorder: &'static Recorder, kind: Kind, place: Word) -> (Option<KnownCommunicator>, Ending) {
     // SAFETY: the caller's communicator, window or file.
     let handle = library().map(|library| unsafe { kind.handle_at(library, place) });
     let index = handle.and_then(|handle| recorder.comms.find(handle));
@@ -421,7 +421,7 @@ impl AfterCall for Ending {
 }
 
 /// A call that all members make to end a window or file.
-pub struct Freeing {
+pub(crate) struct Freeing {
     /// The call.
     pub running: BlockingCall,
     /// The object that it ends.

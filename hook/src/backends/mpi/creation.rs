@@ -85,7 +85,7 @@ hooked! {
 
 /// A call of `MPI_Comm_idup`: the communicator is ready when its request completes. Its identity is
 /// determined when the call is made.
-pub struct Duplicating {
+pub(crate) struct Duplicating {
     nonblocking: NonblockingCall,
     request: Word,
     place: Word,
@@ -93,7 +93,7 @@ pub struct Duplicating {
 }
 
 /// Called before `MPI_Comm_idup`, which writes the new communicator to `place`.
-pub fn duplicating(
+pub(crate) fn duplicating(
     recorder: &'static Recorder,
     name: &'static str,
     parent: Word,

@@ -23,7 +23,7 @@ use crate::runtime::{
 
 /// The differences between the ABIs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Abi {
+pub(crate) struct Abi {
     /// The bits of a word that belong to a handle. The other bits are arbitrary.
     mask: u64,
     /// `MPI_COMM_WORLD`.
@@ -47,7 +47,7 @@ type GroupFromSession = unsafe extern "C" fn(Word, *const c_char, *mut u64) -> c
 type FreeGroup = unsafe extern "C" fn(*mut u64) -> c_int;
 
 /// The MPI library.
-pub struct Library {
+pub(crate) struct Library {
     /// Its interface.
     pub abi: Abi,
     types: Vec<(u64, DataType)>,
@@ -101,7 +101,7 @@ const TYPES: [(&CStr, u64, u64, DataType); 23] = [
 
 /// The process's MPI library. `None` if its ABI is unknown; then its calls are recorded as host
 /// calls that may block.
-pub fn library() -> Option<&'static Library> {
+pub(crate) fn library() -> Option<&'static Library> {
     static LIBRARY: LeakedOnce<Option<Library>> = LeakedOnce::new();
     let find = || {
         let found = Library::find();
@@ -185,29 +185,29 @@ impl Library {
     }
 
     /// This process's rank in a communicator and its size.
-    pub fn rank_and_size(&self, comm: u64) -> Option<(i32, u32)> {
+    pub(crate) fn rank_and_size(&self, comm: u64) -> Option<(i32, u32)> {
         Some((self.ask(self.comm_rank, comm)?, self.ask(self.comm_size, comm)? as u32))
     }
 
     /// Whether a communicator is an intercommunicator.
-    pub fn is_inter(&self, comm: u64) -> bool {
+    pub(crate) fn is_inter(&self, comm: u64) -> bool {
         self.ask(self.comm_test_inter, comm).is_none_or(|flag| flag != 0)
     }
 
     /// The ranks of a communicator's members in the world, in order. `None` when they cannot be
     /// translated.
-    pub fn world_ranks(&self, comm: u64) -> Option<Vec<c_int>> {
+    pub(crate) fn world_ranks(&self, comm: u64) -> Option<Vec<c_int>> {
         self.with_group(self.comm_group, comm, |group| self.world_ranks_of(group))?
     }
 
     /// The ranks of the remote group of an intercommunicator.
-    pub fn remote_ranks(&self, comm: u64) -> Option<Vec<c_int>> {
+    pub(crate) fn remote_ranks(&self, comm: u64) -> Option<Vec<c_int>> {
         self.with_group(self.comm_remote_group, comm, |group| self.world_ranks_of(group))?
     }
 
     /// The ranks of a group. Members that are not in the world, such as spawned processes, cannot
     /// be translated.
-    pub fn world_ranks_of(&self, group: u64) -> Option<Vec<c_int>> {
+    pub(crate) fn world_ranks_of(&self, group: u64) -> Option<Vec<c_int>> {
         let size = self.ask(self.group_size, group)?;
         let own: Vec<c_int> = (0..size).collect();
         let mut ranks = vec![0; own.len()];
@@ -219,19 +219,19 @@ impl Library {
     }
 
     /// This process's rank in a group.
-    pub fn rank_in_group(&self, group: u64) -> Option<c_int> {
+    pub(crate) fn rank_in_group(&self, group: u64) -> Option<c_int> {
         self.ask(self.group_rank, group).filter(|rank| *rank >= 0)
     }
 
     /// Records a new session.
-    pub fn set_session(&self, session: u64) {
+    pub(crate) fn set_session(&self, session: u64) {
         let free =
             |place: &&AtomicU64| place.compare_exchange(0, session, Ordering::Relaxed, Ordering::Relaxed).is_ok();
         let _ = self.sessions.iter().find(free);
     }
 
     /// Removes a finalized session.
-    pub fn forget_session(&self, session: u64) {
+    pub(crate) fn forget_session(&self, session: u64) {
         for place in self.sessions.iter().filter(|_| session != 0) {
             let _ = place.compare_exchange(session, 0, Ordering::Relaxed, Ordering::Relaxed);
         }
@@ -270,7 +270,7 @@ impl Library {
 
     /// Element count and type. For a type that is not predefined, it is the number of bytes and an
     /// unspecified type.
-    pub fn shape(&self, count: i64, dtype: Word) -> (u64, DataType) {
+    pub(crate) fn shape(&self, count: i64, dtype: Word) -> (u64, DataType) {
         let handle = self.abi.handle(dtype);
         let count = count.max(0) as u64;
         if let Some((_, dtype)) = self.types.iter().find(|(known, _)| *known == handle) {
@@ -307,7 +307,7 @@ impl Abi {
     }
 
     /// The handle in a word.
-    pub fn handle(&self, word: Word) -> u64 {
+    pub(crate) fn handle(&self, word: Word) -> u64 {
         word as u64 & self.mask
     }
 
@@ -315,7 +315,7 @@ impl Abi {
     ///
     /// # Safety
     /// `place` is null or points to `index + 1` handles.
-    pub unsafe fn handle_at(&self, place: Word, index: usize) -> u64 {
+    pub(crate) unsafe fn handle_at(&self, place: Word, index: usize) -> u64 {
         match (place, self.mask) {
             (0, _) => 0,
             // SAFETY: by the contract of this function, `index` lies in the array; these handles
@@ -329,7 +329,7 @@ impl Abi {
 }
 
 /// Whether a buffer argument is `MPI_IN_PLACE`.
-pub fn is_in_place(buffer: Word) -> bool {
+pub(crate) fn is_in_place(buffer: Word) -> bool {
     IN_PLACE.contains(&(buffer as isize))
 }
 

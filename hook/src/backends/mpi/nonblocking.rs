@@ -17,7 +17,7 @@ use crate::{
     },
 };
 
-pub fn started(
+pub(crate) fn started(
     recorder: &'static Recorder,
     op: Op,
     comm: Word,
@@ -50,7 +50,7 @@ fn function_name(op: Op) -> &'static str {
     }
 }
 
-pub fn nonblocking_exchange(
+pub(crate) fn nonblocking_exchange(
     recorder: &'static Recorder,
     comm: Word,
     ends: [(Word, Word); 2],

@@ -24,51 +24,62 @@ use crate::{
 
 /// `MPI_ERR_OTHER` of MPICH, returned by a call without an original. In Open MPI it is another
 /// error code.
-pub const ERROR: c_int = 15;
+pub(crate) const ERROR: c_int = 15;
 
 /// No root and no peer.
-pub const NOBODY: Word = -1i32 as u32 as Word;
+pub(crate) const NOBODY: Word = -1i32 as u32 as Word;
 
 /// A C `int` in a word.
-pub fn int(word: Word) -> i64 {
+pub(crate) fn int(word: Word) -> i64 {
     i64::from(word as i32)
 }
 
 /// Element count and type, as a call passes them.
 #[derive(Clone, Copy)]
-pub struct Size(pub i64, pub Word);
+pub(crate) struct Size(pub i64, pub Word);
 
 /// The size may differ between ranks.
-pub const VARIES: Size = Size(0, 0);
+pub(crate) const VARIES: Size = Size(0, 0);
 
 /// The size of a collective: that of the send buffer, or that of the receive buffer if the call
 /// sends in place.
-pub fn sized(send: Word, sends: Size, receives: Size) -> Size {
+pub(crate) fn sized(send: Word, sends: Size, receives: Size) -> Size {
     if is_in_place(send) { receives } else { sends }
 }
 
 /// A collective. `None` for a communicator of this process alone.
-pub fn operation(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size) -> Option<NewOperation> {
+pub(crate) fn operation(
+    recorder: &'static Recorder,
+    op: Op,
+    comm: Word,
+    root: Word,
+    size: Size,
+) -> Option<NewOperation> {
     let comm = known(recorder, comm)?;
     Some(NewOperation { seq: next(recorder, comm.index), ..collective_without_seq(op, comm, root, size) })
 }
 
 /// The sequence number of a collective that begins.
-pub fn next(recorder: &'static Recorder, comm: usize) -> u64 {
+pub(crate) fn next(recorder: &'static Recorder, comm: usize) -> u64 {
     recorder.count(header::COLLECTIVES);
     recorder.comm_word(comm, comm::LAUNCHED).fetch_add(1, Ordering::Relaxed) + 1
 }
 
 /// A collective without its sequence number. In an intercommunicator, each group has its own root
 /// and sizes.
-pub fn collective_without_seq(op: Op, comm: communicator::KnownCommunicator, root: Word, size: Size) -> NewOperation {
+pub(crate) fn collective_without_seq(
+    op: Op,
+    comm: communicator::KnownCommunicator,
+    root: Word,
+    size: Size,
+) -> NewOperation {
     match comm.is_inter() {
         true => begin(op, comm, 0, NOBODY, VARIES),
         false => begin(op, comm, 0, root, size),
     }
 }
 
-pub fn begin(
+pub(crate) fn begin(
     op: Op,
     comm: communicator::KnownCommunicator,
     seq: u64,
@@ -92,7 +103,7 @@ pub fn begin(
 
 /// A send or receive with a peer and a tag. `None` if the peer is `MPI_PROC_NULL`. The size of a
 /// receive is not recorded, because a smaller message may arrive.
-pub fn transfer(
+pub(crate) fn transfer(
     recorder: &'static Recorder,
     op: Op,
     comm: Word,
@@ -112,17 +123,20 @@ pub fn transfer(
 }
 
 /// Called before a blocking call that executes these operations.
-pub fn blocking<const N: usize>(recorder: &'static Recorder, operations: [Option<NewOperation>; N]) -> BlockingCall {
+pub(crate) fn blocking<const N: usize>(
+    recorder: &'static Recorder,
+    operations: [Option<NewOperation>; N],
+) -> BlockingCall {
     polling::interrupt(recorder);
     operations.iter().flatten().fold(BlockingCall::new(recorder), |running, what| running.with(what))
 }
 
-pub fn collective(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size) -> BlockingCall {
+pub(crate) fn collective(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size) -> BlockingCall {
     blocking(recorder, [operation(recorder, op, comm, root, size)])
 }
 
 /// A collective without an [`Op`], which its name identifies.
-pub fn named_collective(
+pub(crate) fn named_collective(
     recorder: &'static Recorder,
     name: &'static str,
     comm: Word,
@@ -134,7 +148,7 @@ pub fn named_collective(
 
 /// The receive is the leader: small messages are sent without waiting for the peer, so such a call
 /// usually waits for the receive.
-pub fn receive_and_send(
+pub(crate) fn receive_and_send(
     recorder: &'static Recorder,
     comm: Word,
     [to, from]: [(Word, Word); 2],
@@ -144,13 +158,13 @@ pub fn receive_and_send(
     [transfer(recorder, Op::Recv, comm, from, VARIES), send]
 }
 
-pub fn exchange(recorder: &'static Recorder, comm: Word, ends: [(Word, Word); 2], sends: Size) -> BlockingCall {
+pub(crate) fn exchange(recorder: &'static Recorder, comm: Word, ends: [(Word, Word); 2], sends: Size) -> BlockingCall {
     blocking(recorder, receive_and_send(recorder, comm, ends, sends))
 }
 
 /// A call that waits for `peer` in a communicator or window, or for members that only the call
 /// knows.
-pub fn host_call_on(
+pub(crate) fn host_call_on(
     recorder: &'static Recorder,
     name: &'static str,
     object: Option<communicator::KnownCommunicator>,

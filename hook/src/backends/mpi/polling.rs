@@ -154,7 +154,7 @@ impl PollState {
 
 /// Called after an unsuccessful poll. `what` is the operation that the thread polls for.
 #[inline]
-pub fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce() -> BlockingCall) {
+pub(crate) fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce() -> BlockingCall) {
     let counter = clock::ticks();
     POLL_STATE.with(|cell| {
         let state = cell.get();
@@ -194,7 +194,7 @@ fn poll_at(recorder: &'static Recorder, now: u64, counter: u64, what: impl FnOnc
 }
 
 /// Called after a successful poll.
-pub fn poll_successful(recorder: &'static Recorder, to_all: bool) {
+pub(crate) fn poll_successful(recorder: &'static Recorder, to_all: bool) {
     end(recorder, |slot| match to_all {
         true => close(recorder, slot, OpStatus::Completed, 0),
         // Some of the requests may still be incomplete.
@@ -203,7 +203,7 @@ pub fn poll_successful(recorder: &'static Recorder, to_all: bool) {
 }
 
 /// Called when the thread makes another call: it no longer polls.
-pub fn interrupt(recorder: &'static Recorder) {
+pub(crate) fn interrupt(recorder: &'static Recorder) {
     end(recorder, |slot| leave(recorder, slot));
 }
 

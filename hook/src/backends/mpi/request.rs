@@ -31,10 +31,10 @@ use crate::{
 };
 
 /// Maximum number of requests of a call that are recorded.
-pub const MAX_RECORDED_REQUESTS: usize = 64;
+pub(crate) const MAX_RECORDED_REQUESTS: usize = 64;
 
 /// A nonblocking call. Its request is known when it returns.
-pub struct NonblockingCall {
+pub(crate) struct NonblockingCall {
     what: Option<NewOperation>,
     second: Option<NewOperation>,
     request: Word,
@@ -43,12 +43,12 @@ pub struct NonblockingCall {
 
 /// Called before a nonblocking call that executes `what` and writes its request to `request`.
 /// Without `what`, only the previous meaning of the handle is forgotten.
-pub fn nonblocking(what: Option<NewOperation>, request: Word, persistent: bool) -> NonblockingCall {
+pub(crate) fn nonblocking(what: Option<NewOperation>, request: Word, persistent: bool) -> NonblockingCall {
     NonblockingCall { what, second: None, request, persistent }
 }
 
 /// Like [`nonblocking`], for a call that executes two operations. The first one is the leader.
-pub fn nonblocking_pair([first, second]: [Option<NewOperation>; 2], request: Word) -> NonblockingCall {
+pub(crate) fn nonblocking_pair([first, second]: [Option<NewOperation>; 2], request: Word) -> NonblockingCall {
     let (what, second) = if first.is_some() { (first, second) } else { (second, None) };
     NonblockingCall { what, second, request, persistent: false }
 }
@@ -82,7 +82,7 @@ impl AfterCall for NonblockingCall {
 
 /// Which of its requests a call waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum WaitFor {
+pub(crate) enum WaitFor {
     /// All requests.
     All,
     /// One request, whose index the call returns.
@@ -95,7 +95,7 @@ pub enum WaitFor {
 }
 
 /// The requests of a call before it. The library overwrites those that complete.
-pub struct Handles {
+pub(crate) struct Handles {
     handles: [u64; MAX_RECORDED_REQUESTS],
     /// At least one request is unknown.
     unknown: bool,
@@ -103,7 +103,7 @@ pub struct Handles {
 
 impl Handles {
     /// Reads an array of `count` requests.
-    pub fn of(requests: Word, count: i32) -> Self {
+    pub(crate) fn of(requests: Word, count: i32) -> Self {
         let mut own = Handles { handles: [0; MAX_RECORDED_REQUESTS], unknown: false };
         let Some(library) = library() else { return Handles { unknown: true, ..own } };
         for index in 0..count.clamp(0, MAX_RECORDED_REQUESTS as i32) as usize {
@@ -125,7 +125,7 @@ impl Handles {
     }
 
     /// The operations that the call waits for.
-    pub fn running(&self, recorder: &'static Recorder, name: &'static str) -> BlockingCall {
+    pub(crate) fn running(&self, recorder: &'static Recorder, name: &'static str) -> BlockingCall {
         let started = self.known().filter(|(.., operation)| !operation.is_inactive);
         let known = started.flat_map(|(_, handle, operation)| operations(handle, &operation));
         let known = known.fold(BlockingCall::new(recorder), |running, what| running.with(&what));
@@ -140,7 +140,7 @@ impl Handles {
 
 /// Forgets the completed requests of a call that has returned, given with their indices in its
 /// array. Persistent requests become inactive.
-pub fn forget_done(handles: impl Iterator<Item = (usize, u64)>, which: WaitFor) {
+pub(crate) fn forget_done(handles: impl Iterator<Item = (usize, u64)>, which: WaitFor) {
     let done = |index: usize| match which {
         WaitFor::All => true,
         // SAFETY: the caller's place for the index, which the library has written.
@@ -159,7 +159,7 @@ pub fn forget_done(handles: impl Iterator<Item = (usize, u64)>, which: WaitFor) 
 }
 
 /// A call that waits for requests.
-pub struct WaitCall {
+pub(crate) struct WaitCall {
     running: BlockingCall,
     handles: Handles,
     which: WaitFor,
@@ -167,7 +167,7 @@ pub struct WaitCall {
 }
 
 /// Called before a call that waits for `count` requests.
-pub fn waiting(
+pub(crate) fn waiting(
     recorder: &'static Recorder,
     name: &'static str,
     requests: Word,
@@ -200,7 +200,7 @@ impl AfterCall for WaitCall {
 }
 
 /// Called before `MPI_Start` and `MPI_Startall`, which start persistent requests again.
-pub fn restart(recorder: &'static Recorder, requests: Word, count: i32) {
+pub(crate) fn restart(recorder: &'static Recorder, requests: Word, count: i32) {
     polling::interrupt(recorder);
     let Some(library) = library() else { return };
     for index in 0..count.max(0) as usize {
@@ -222,7 +222,7 @@ pub fn restart(recorder: &'static Recorder, requests: Word, count: i32) {
 
 /// A communicator whose request is not complete.
 #[derive(Clone, Copy)]
-pub struct Pending {
+pub(crate) struct Pending {
     pub request: u64,
     /// Where the library writes its handle.
     pub place: Word,
@@ -231,12 +231,12 @@ pub struct Pending {
 }
 
 /// Maximum number of pending duplicates. Further ones get another identity when they are used.
-pub const MAX: usize = 64;
+pub(crate) const MAX: usize = 64;
 
-pub static PENDING: Mutex<Vec<Pending>> = Mutex::new(Vec::new());
+pub(crate) static PENDING: Mutex<Vec<Pending>> = Mutex::new(Vec::new());
 
 /// Number of pending duplicates, so that other waits need no lock.
-pub static COUNT: AtomicUsize = AtomicUsize::new(0);
+pub(crate) static COUNT: AtomicUsize = AtomicUsize::new(0);
 
 impl Pending {
     /// Whether the entry still belongs to this communicator. In a forked child, the table is a new
@@ -246,7 +246,7 @@ impl Pending {
     }
 
     /// The call that is returning has created the communicator.
-    pub fn mark_created(&self, recorder: &'static Recorder) {
+    pub(crate) fn mark_created(&self, recorder: &'static Recorder) {
         let Some(library) = library().filter(|_| self.belongs_to(recorder)) else { return };
         // SAFETY: the host's place for the communicator, which must stay valid until the request
         // completes, which is now.
@@ -269,7 +269,7 @@ fn take(which: impl FnMut(&Pending) -> bool) -> Option<Pending> {
 /// The library has returned this handle for a new request, so the earlier request with this handle
 /// completed unseen. The place for its communicator may no longer exist.
 #[inline]
-pub fn is_used_again(recorder: &'static Recorder, request: u64) {
+pub(crate) fn is_used_again(recorder: &'static Recorder, request: u64) {
     if COUNT.load(Ordering::Relaxed) != 0
         && let Some(one) = take(|one| one.request == request)
         && one.belongs_to(recorder)
@@ -279,20 +279,20 @@ pub fn is_used_again(recorder: &'static Recorder, request: u64) {
 }
 
 /// The pending duplicates among a call's requests, with their indices in its array.
-pub struct AwaitedDuplicates {
+pub(crate) struct AwaitedDuplicates {
     requests: Word,
     pending: Vec<(usize, Pending)>,
 }
 
 impl AwaitedDuplicates {
     /// An empty list.
-    pub fn nothing() -> Self {
+    pub(crate) fn nothing() -> Self {
         AwaitedDuplicates { requests: 0, pending: Vec::new() }
     }
 
     /// Reads an array of `count` requests, before the call.
     #[inline]
-    pub fn of(requests: Word, count: i32) -> Self {
+    pub(crate) fn of(requests: Word, count: i32) -> Self {
         if COUNT.load(Ordering::Relaxed) == 0 { Self::nothing() } else { Self::find(requests, count) }
     }
 
@@ -313,7 +313,7 @@ impl AwaitedDuplicates {
 
     /// Called after the call has returned and has overwritten the requests that are complete.
     #[inline]
-    pub fn completed(&self, recorder: &'static Recorder) {
+    pub(crate) fn completed(&self, recorder: &'static Recorder) {
         for (index, one) in &self.pending {
             self.look_at(recorder, *index, one);
         }

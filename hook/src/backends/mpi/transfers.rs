@@ -128,7 +128,7 @@ hooked! {
 
 /// Where a call writes whether something has completed.
 #[derive(Clone, Copy)]
-pub enum CompletionFlag {
+pub(crate) enum CompletionFlag {
     /// A flag.
     Flag(Word),
     /// The number of completed requests.
@@ -153,7 +153,7 @@ thread_local! {
 }
 
 /// A call that tests requests.
-pub struct Testing {
+pub(crate) struct Testing {
     requests: Word,
     count: i32,
     /// The first requests before the call, which overwrites those that complete.
@@ -165,7 +165,7 @@ pub struct Testing {
 
 /// Called before a call that tests `count` requests.
 #[inline]
-pub fn testing(requests: Word, count: i32, which: WaitFor, done: CompletionFlag) -> Testing {
+pub(crate) fn testing(requests: Word, count: i32, which: WaitFor, done: CompletionFlag) -> Testing {
     let mut before = [0; INLINE_REQUESTS];
     if let Some(library) = library() {
         for (index, handle) in before.iter_mut().enumerate().take(count.max(0) as usize) {
@@ -186,7 +186,7 @@ pub fn testing(requests: Word, count: i32, which: WaitFor, done: CompletionFlag)
 
 /// Called before a call that tests a request without changing it, or tests a part of a partitioned
 /// receive.
-pub fn testing_one(request: Word, flag: Word) -> Testing {
+pub(crate) fn testing_one(request: Word, flag: Word) -> Testing {
     let mut before = [0; INLINE_REQUESTS];
     before[0] = library().map_or(0, |library| library.abi.handle(request));
     Testing {
@@ -235,13 +235,13 @@ impl AfterCall for Testing {
 }
 
 /// A call that tests something other than a request.
-pub struct Probing<Describe> {
+pub(crate) struct Probing<Describe> {
     flag: Word,
     describe: Describe,
 }
 
 /// Called before a call that tests for the described operation and writes the result to `flag`.
-pub fn probing<Describe: Fn(&'static Recorder) -> Option<NewOperation>>(
+pub(crate) fn probing<Describe: Fn(&'static Recorder) -> Option<NewOperation>>(
     flag: Word,
     describe: Describe,
 ) -> Probing<Describe> {

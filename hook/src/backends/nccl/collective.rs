@@ -23,7 +23,7 @@ use crate::{
 };
 
 /// The arguments of a call that are recorded.
-pub struct Call {
+pub(crate) struct Call {
     pub op: Op,
     pub count: usize,
     pub dtype: c_int,
@@ -79,7 +79,7 @@ fn counter_of(op: Op) -> usize {
 
 /// Called before a collective. In a group it is only queued; the end of the group brackets it.
 #[inline]
-pub fn collective(
+pub(crate) fn collective(
     recorder: &'static Recorder,
     site: Site,
     call: Call,
@@ -92,7 +92,7 @@ pub fn collective(
 /// Like [`collective`], for several operations of one call, with tags for those between two ranks.
 /// They end together.
 #[inline]
-pub fn tagged(
+pub(crate) fn tagged(
     recorder: &'static Recorder,
     calls: impl IntoIterator<Item = (Call, Option<c_int>)>,
     comm: Option<usize>,
@@ -126,7 +126,7 @@ pub fn tagged(
 }
 
 /// Removes an operation of a group that was only simulated.
-pub fn withdraw(recorder: &'static Recorder, slot: usize) {
+pub(crate) fn withdraw(recorder: &'static Recorder, slot: usize) {
     let words = recorder.ring.op(slot);
     let op = Op::try_from((words[op::WHAT].load(Ordering::Relaxed) >> 8 & 0xff) as i32).unwrap_or_default();
     words[op::TICKET].store(0, Ordering::Relaxed);
@@ -143,10 +143,10 @@ pub fn withdraw(recorder: &'static Recorder, slot: usize) {
 }
 
 /// No root and no peer.
-pub const NOBODY: c_int = -1;
+pub(crate) const NOBODY: c_int = -1;
 
 /// Adds an operation to the thread's open group.
-pub fn queue(recorder: &'static Recorder, index: usize) {
+pub(crate) fn queue(recorder: &'static Recorder, index: usize) {
     let link = index as u32 + 1;
     thread_state::with(|thread| {
         match thread.group_last.replace(link) {
@@ -156,11 +156,11 @@ pub fn queue(recorder: &'static Recorder, index: usize) {
     });
 }
 
-pub fn next(recorder: &Recorder, slot: usize) -> u32 {
+pub(crate) fn next(recorder: &Recorder, slot: usize) -> u32 {
     recorder.slots[slot].next.load(Ordering::Relaxed)
 }
 
-pub fn is_host_call(recorder: &Recorder, slot: usize) -> bool {
+pub(crate) fn is_host_call(recorder: &Recorder, slot: usize) -> bool {
     recorder.kind(slot) == OpKind::HostCall
 }
 

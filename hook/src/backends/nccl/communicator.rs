@@ -29,7 +29,7 @@ use crate::{
 };
 
 /// A handle that the library has written.
-pub fn handle_at(place: usize) -> usize {
+pub(crate) fn handle_at(place: usize) -> usize {
     let place = place as *const *mut c_void;
     // SAFETY: null, or the caller's place for the communicator, which the library has written.
     unsafe { place.as_ref() }.map_or(0, |comm| *comm as usize)
@@ -38,7 +38,7 @@ pub fn handle_at(place: usize) -> usize {
 /// A handle in a place that the host may have freed. A thread that polls at the same time may have
 /// learned that the communicator is ready, left the call and freed the place. `None` when the place
 /// is unmapped or cannot be read.
-pub fn handle_still_at(place: usize, caller: u32) -> Option<usize> {
+pub(crate) fn handle_still_at(place: usize, caller: u32) -> Option<usize> {
     match sys::word_at(place) {
         Ok(handle) => Some(handle),
         Err(error) if error.raw_os_error() == Some(libc::EFAULT) => None,
@@ -50,7 +50,7 @@ pub fn handle_still_at(place: usize, caller: u32) -> Option<usize> {
 
 /// The communicator with a handle. One whose creation was not seen gets a local identity: it cannot
 /// be matched with those of other ranks, but its operations are watched.
-pub fn known(recorder: &'static Recorder, site: Site, handle: Comm) -> Option<usize> {
+pub(crate) fn known(recorder: &'static Recorder, site: Site, handle: Comm) -> Option<usize> {
     recorder.comms.find(handle as usize).or_else(|| adopt(recorder, site, handle))
 }
 
@@ -72,7 +72,7 @@ fn adopt(recorder: &'static Recorder, site: Site, handle: Comm) -> Option<usize>
 }
 
 /// The communicator can be used. Queries size and rank if they are unknown.
-pub fn ready(recorder: &'static Recorder, site: Site, index: usize, handle: usize) {
+pub(crate) fn ready(recorder: &'static Recorder, site: Site, index: usize, handle: usize) {
     recorder.set_comm_handle(index, handle);
     recorder.set_comm_state(index, CommunicatorState::Ready);
     complete(recorder, site, index, handle);
@@ -92,7 +92,7 @@ fn complete(recorder: &'static Recorder, site: Site, index: usize, handle: usize
 }
 
 /// Begins a host call. In a group it is queued.
-pub fn host_call(
+pub(crate) fn host_call(
     recorder: &'static Recorder,
     op: Op,
     name: &'static str,
@@ -112,10 +112,10 @@ pub fn host_call(
 }
 
 /// A call that needs no other rank, and that may block nevertheless, for example in the driver.
-pub struct Alone(BlockingCall);
+pub(crate) struct Alone(BlockingCall);
 
 /// Called before such a call. It is recorded under its name.
-pub fn alone(recorder: &'static Recorder, site: Site) -> Alone {
+pub(crate) fn alone(recorder: &'static Recorder, site: Site) -> Alone {
     Alone(BlockingCall::new(recorder).with(&named_host_call(recorder, site.function.text())))
 }
 
@@ -126,7 +126,7 @@ impl AfterCall for Alone {
 }
 
 /// Calls a function of the collective library that takes a communicator and returns an int.
-pub fn comm_number(function: *mut c_void, comm: *mut c_void) -> Option<c_int> {
+pub(crate) fn comm_number(function: *mut c_void, comm: *mut c_void) -> Option<c_int> {
     type Getter = unsafe extern "C" fn(*mut c_void, *mut c_int) -> c_int;
     let mut number = 0;
     // SAFETY: a companion of a function that received this communicator, which exists.
@@ -136,7 +136,7 @@ pub fn comm_number(function: *mut c_void, comm: *mut c_void) -> Option<c_int> {
 }
 
 /// The version of the collective library.
-pub fn version_number(function: *mut c_void) -> Option<c_int> {
+pub(crate) fn version_number(function: *mut c_void) -> Option<c_int> {
     type Getter = unsafe extern "C" fn(*mut c_int) -> c_int;
     let mut number = 0;
     // SAFETY: a companion; ncclGetVersion has this type.
@@ -146,7 +146,7 @@ pub fn version_number(function: *mut c_void) -> Option<c_int> {
 
 /// Whether the handle is valid after the call.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum HandleAfter {
+pub(crate) enum HandleAfter {
     /// The handle is invalid.
     Invalid,
     /// The handle can still be used.
@@ -154,7 +154,7 @@ pub enum HandleAfter {
 }
 
 /// A call that ends a communicator.
-pub struct Ending {
+pub(crate) struct Ending {
     slot: Option<usize>,
     comm: Option<usize>,
     handle_after: HandleAfter,
@@ -176,18 +176,23 @@ fn ending(recorder: &'static Recorder, op: Op, name: &'static str, comm: Comm, h
 }
 
 /// Called before ncclCommFinalize.
-pub fn finalized(recorder: &'static Recorder, name: &'static str, comm: Comm) -> Ending {
+pub(crate) fn finalized(recorder: &'static Recorder, name: &'static str, comm: Comm) -> Ending {
     ending(recorder, Op::CommFinalize, name, comm, HandleAfter::Valid)
 }
 
 /// Called before ncclCommDestroy.
-pub fn destroyed(recorder: &'static Recorder, name: &'static str, comm: Comm) -> Ending {
+pub(crate) fn destroyed(recorder: &'static Recorder, name: &'static str, comm: Comm) -> Ending {
     ending(recorder, Op::CommDestroy, name, comm, HandleAfter::Invalid)
 }
 
 /// Called before ncclCommAbort or ncclCommRevoke. From now on, an operation that completes has been
 /// aborted.
-pub fn aborted(recorder: &'static Recorder, name: &'static str, comm: Comm, handle_after: HandleAfter) -> Ending {
+pub(crate) fn aborted(
+    recorder: &'static Recorder,
+    name: &'static str,
+    comm: Comm,
+    handle_after: HandleAfter,
+) -> Ending {
     let ending = ending(recorder, Op::CommAbort, name, comm, handle_after);
     if let Some(index) = ending.comm {
         recorder.set_comm_state(index, CommunicatorState::Aborted);

@@ -31,7 +31,7 @@ use crate::{
 };
 
 /// Bytes of an array of unique ids.
-pub fn bytes_of<'a>(ids: *const UniqueId, count: c_int) -> &'a [u8] {
+pub(crate) fn bytes_of<'a>(ids: *const UniqueId, count: c_int) -> &'a [u8] {
     if ids.is_null() || count <= 0 {
         return &[];
     }
@@ -40,7 +40,7 @@ pub fn bytes_of<'a>(ids: *const UniqueId, count: c_int) -> &'a [u8] {
 }
 
 /// Bytes of an array of ints.
-pub fn ints_of<'a>(ints: *const c_int, count: c_int) -> &'a [u8] {
+pub(crate) fn ints_of<'a>(ints: *const c_int, count: c_int) -> &'a [u8] {
     if ints.is_null() || count <= 0 {
         return &[];
     }
@@ -49,7 +49,7 @@ pub fn ints_of<'a>(ints: *const c_int, count: c_int) -> &'a [u8] {
 }
 
 /// Bytes of a structure or array of the caller.
-pub fn bytes_of_words<'a>(place: Data, bytes: usize) -> &'a [u8] {
+pub(crate) fn bytes_of_words<'a>(place: Data, bytes: usize) -> &'a [u8] {
     if place.is_null() {
         return &[];
     }
@@ -58,7 +58,7 @@ pub fn bytes_of_words<'a>(place: Data, bytes: usize) -> &'a [u8] {
 }
 
 /// A call that creates a communicator.
-pub struct Creating {
+pub(crate) struct Creating {
     site: Site,
     /// Slot of the host call. `None` if there was none, or if it is queued in a group.
     slot: Option<usize>,
@@ -110,7 +110,7 @@ impl AfterCall for Creating {
     }
 }
 
-pub fn created(
+pub(crate) fn created(
     recorder: &'static Recorder,
     site: Site,
     (slot, comm): (Option<usize>, Option<usize>),
@@ -146,7 +146,7 @@ pub fn created(
 }
 
 /// The group of a creating call has ended. Only now its communicator is valid.
-pub fn grouped_init_returned(recorder: &'static Recorder, site: Site, slot: usize, result: c_int) {
+pub(crate) fn grouped_init_returned(recorder: &'static Recorder, site: Site, slot: usize, result: c_int) {
     let output = recorder.slots[slot].output.load(Ordering::Relaxed);
     let comm = comm_of(recorder, slot);
     created(recorder, site, (Some(slot), comm), output, result);
@@ -154,7 +154,7 @@ pub fn grouped_init_returned(recorder: &'static Recorder, site: Site, slot: usiz
 
 /// The communicator `waited_for`, for which a host call waited, has finished. If the call created a
 /// child of it, the child has a handle now.
-pub fn host_call_settled(
+pub(crate) fn host_call_settled(
     recorder: &'static Recorder,
     site: Site,
     (slot, waited_for): (usize, usize),
@@ -181,7 +181,7 @@ pub fn host_call_settled(
 }
 
 /// Called before any form of ncclCommInitRank.
-pub fn init(
+pub(crate) fn init(
     recorder: &'static Recorder,
     site: Site,
     id: &[&[u8]],
@@ -216,7 +216,13 @@ fn child(recorder: &'static Recorder, parent: Option<usize>, what: &[u8], color:
 
 /// Called before ncclCommSplit. A rank without a color takes part in the call but gets no
 /// communicator.
-pub fn split(recorder: &'static Recorder, site: Site, parent: Comm, color: c_int, output: *mut Comm) -> Creating {
+pub(crate) fn split(
+    recorder: &'static Recorder,
+    site: Site,
+    parent: Comm,
+    color: c_int,
+    output: *mut Comm,
+) -> Creating {
     let parent = known(recorder, site, parent);
     let new = child(recorder, parent, b"split", color);
     if color != NCCL_SPLIT_NOCOLOR {
@@ -227,7 +233,7 @@ pub fn split(recorder: &'static Recorder, site: Site, parent: Comm, color: c_int
 
 /// Called before a call that all ranks of a communicator make together or that waits for them, and
 /// that creates no communicator.
-pub fn together(recorder: &'static Recorder, site: Site, comm: Comm) -> Creating {
+pub(crate) fn together(recorder: &'static Recorder, site: Site, comm: Comm) -> Creating {
     let id = known(recorder, site, comm).map_or(0, |comm| recorder.comm_id(comm));
     without_communicator(recorder, site, id)
 }
@@ -245,7 +251,7 @@ fn without_communicator(recorder: &'static Recorder, site: Site, id: u64) -> Cre
 
 /// Called before a call that only a subset of a communicator makes. All members pass the same
 /// `identity_parts`.
-pub fn subset(
+pub(crate) fn subset(
     recorder: &'static Recorder,
     site: Site,
     parent: *const Comm,
@@ -261,7 +267,13 @@ pub fn subset(
 }
 
 /// Called before ncclCommShrink. The remaining ranks agree on those that leave.
-pub fn shrink(recorder: &'static Recorder, site: Site, parent: Comm, excluded: &[u8], output: *mut Comm) -> Creating {
+pub(crate) fn shrink(
+    recorder: &'static Recorder,
+    site: Site,
+    parent: Comm,
+    excluded: &[u8],
+    output: *mut Comm,
+) -> Creating {
     let parent = known(recorder, site, parent);
     let new = child(recorder, parent, excluded, 0);
     create(recorder, site, Op::CommSplit, (&new, Relations { parent, alias: 0 }), output)
@@ -271,7 +283,7 @@ pub fn shrink(recorder: &'static Recorder, site: Site, parent: Comm, excluded: &
 /// knows that id. New ranks know only the id. So the communicator has two identities, one for each
 /// kind of rank, and that one rank declares them equal. Those of its children follow by
 /// [`child_id`].
-pub fn grow(
+pub(crate) fn grow(
     recorder: &'static Recorder,
     site: Site,
     (parent, size): (Comm, c_int),
@@ -290,7 +302,7 @@ pub fn grow(
 }
 
 /// A call that creates the communicators of several devices of this process.
-pub struct CreatingAll {
+pub(crate) struct CreatingAll {
     site: Site,
     slot: Option<usize>,
     id: u64,
@@ -299,7 +311,7 @@ pub struct CreatingAll {
 }
 
 /// Called before ncclCommInitAll.
-pub fn init_all(recorder: &'static Recorder, site: Site, comms: *mut Comm, devices: c_int) -> CreatingAll {
+pub(crate) fn init_all(recorder: &'static Recorder, site: Site, comms: *mut Comm, devices: c_int) -> CreatingAll {
     let id = local_id();
     let slot = host_call(recorder, Op::CommInit, site.function.text(), None, id, -1);
     if let Some(slot) = slot {
@@ -336,14 +348,14 @@ impl AfterCall for CreatingAll {
 }
 
 /// A poll of a communicator's state. A nonblocking communicator becomes ready by it.
-pub struct Polled {
+pub(crate) struct Polled {
     site: Site,
     comm: usize,
     error: usize,
 }
 
 /// Called before ncclCommGetAsyncError.
-pub fn async_error(site: Site, comm: Comm, error: *mut c_int) -> Polled {
+pub(crate) fn async_error(site: Site, comm: Comm, error: *mut c_int) -> Polled {
     Polled { site, comm: comm as usize, error: error as usize }
 }
 
@@ -370,7 +382,7 @@ impl AfterCall for Polled {
 
 /// A nonblocking call of a communicator has finished. Ends the host calls and records the end
 /// events of the operations that waited for it.
-pub fn settle_waiting(recorder: &'static Recorder, site: Site, comm: usize, result: c_int) {
+pub(crate) fn settle_waiting(recorder: &'static Recorder, site: Site, comm: usize, result: c_int) {
     let now = clock::now_ns();
     for slot in chain(recorder, recorder.take_waiting(comm), next) {
         if is_host_call(recorder, slot) {

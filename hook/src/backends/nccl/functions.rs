@@ -87,7 +87,7 @@ hooked! {
 /// `ncclWaitSignalDesc_t`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub struct Awaited {
+pub(crate) struct Awaited {
     count: c_int,
     peer: c_int,
     signal: c_int,

@@ -27,10 +27,10 @@ use crate::{
 };
 
 /// Token of ncclGroupStart.
-pub struct GroupStarted;
+pub(crate) struct GroupStarted;
 
 /// Called before ncclGroupStart.
-pub fn group_start(recorder: &'static Recorder) -> GroupStarted {
+pub(crate) fn group_start(recorder: &'static Recorder) -> GroupStarted {
     thread_state::with(|thread| {
         let depth = thread.group_depth.get();
         thread.group_depth.set(depth + 1);
@@ -66,14 +66,14 @@ fn leave(thread: &ThreadState) -> u32 {
 }
 
 /// The operations of a group that ends: a chain of leaders and host calls.
-pub struct Ended {
+pub(crate) struct Ended {
     site: Site,
     first: u32,
 }
 
 /// Called before ncclGroupEnd. At the outermost level all operations are handed to the watcher, and
 /// their start events are recorded.
-pub fn group_end(recorder: &'static Recorder, site: Site) -> Ended {
+pub(crate) fn group_end(recorder: &'static Recorder, site: Site) -> Ended {
     let first = thread_state::with(leave);
     let now = clock::now_ns();
     let mut last: Option<usize> = None;
@@ -120,7 +120,7 @@ impl AfterCall for Ended {
 
 /// Called before ncclGroupSimulateEnd. It launches nothing, but creates the communicators that were
 /// queued.
-pub fn group_simulated(recorder: &'static Recorder, site: Site) -> Ended {
+pub(crate) fn group_simulated(recorder: &'static Recorder, site: Site) -> Ended {
     let slots: Vec<usize> = chain(recorder, thread_state::with(leave), next).collect();
     let (host_calls, others): (Vec<usize>, Vec<usize>) =
         slots.into_iter().partition(|slot| is_host_call(recorder, *slot));

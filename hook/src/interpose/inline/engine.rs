@@ -9,14 +9,14 @@ use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKi
 
 /// The engine of this build.
 #[cfg(not(feature = "frida"))]
-pub static ENGINE: Detour = Detour;
+pub(crate) static ENGINE: Detour = Detour;
 
 /// The engine of this build.
 #[cfg(feature = "frida")]
 pub static ENGINE: frida::Frida = frida::Frida;
 
 /// An engine that replaces code.
-pub trait Engine {
+pub(crate) trait Engine {
     /// Makes the function at `entry` jump to `wrapper`. Before the jump is written, `publish`
     /// receives the address of code that does what the function did. The change lasts for the rest
     /// of the process's life.
@@ -37,7 +37,7 @@ pub trait Engine {
 
 /// The engine of the crate `detour`.
 #[cfg(not(feature = "frida"))]
-pub struct Detour;
+pub(crate) struct Detour;
 
 #[cfg(not(feature = "frida"))]
 impl Engine for Detour {
@@ -131,11 +131,11 @@ const JUMP_BYTES: usize = 5;
 const MAX_CODE_BYTES: usize = 1 << 20;
 
 /// Marks a target of indirect branches, and does nothing else.
-pub const ENDBR64: [u8; 4] = [0xf3, 0x0f, 0x1e, 0xfa];
+pub(crate) const ENDBR64: [u8; 4] = [0xf3, 0x0f, 0x1e, 0xfa];
 
 /// Why the code of a function cannot be replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Refusal {
+pub(crate) enum Refusal {
     /// The size is unknown, smaller than a jump, or too large to check.
     Size,
     /// The first instructions cannot be moved: a call, a return, or the breakpoint of a debugger or
@@ -152,7 +152,7 @@ pub enum Refusal {
 ///
 /// # Errors
 /// Why the function must stay unchanged.
-pub fn check(code: &[u8], address: u64) -> Result<(), Refusal> {
+pub(crate) fn check(code: &[u8], address: u64) -> Result<(), Refusal> {
     if !(JUMP_BYTES..=MAX_CODE_BYTES).contains(&code.len()) {
         return Err(Refusal::Size);
     }

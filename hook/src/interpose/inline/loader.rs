@@ -25,7 +25,7 @@ const CONSISTENT: c_int = 0;
 
 /// Makes the linker call [`loaded`]. False when the linker's function is not empty as expected, or
 /// the system forbids the change.
-pub fn listen() -> bool {
+pub(crate) fn listen() -> bool {
     // SAFETY: the linker's own structure, which always exists.
     let call = unsafe { (&raw const _r_debug.call).read_volatile() };
     if call == 0 {
@@ -92,7 +92,7 @@ unsafe fn write_code(address: usize, bytes: &[u8]) -> bool {
 static SCANNING: AtomicI32 = AtomicI32::new(0);
 
 /// The linker calls this before and after each change of its list.
-pub extern "C" fn loaded() {
+pub(crate) extern "C" fn loaded() {
     // SAFETY: the linker's own structure, which always exists.
     let state = unsafe { (&raw const _r_debug.state).read_volatile() };
     if state != CONSISTENT || dynamic::has_stopped_listening() || !seccomp::may_call() {

@@ -47,7 +47,7 @@ struct Hook {
 }
 
 /// Scans the objects that are new in the linker's list. Called while the list cannot change.
-pub fn scan_new_objects() {
+pub(crate) fn scan_new_objects() {
     let Ok(mut known) = STATE.try_lock() else { return };
     let known = &mut *known;
     let mut at = 0;
@@ -158,7 +158,7 @@ fn replace(object: &Object, function: &'static Function, symbol: Symbol) -> Resu
 /// Which functions are replaced (`XPU_TIMER_INLINE`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Level {
+pub(crate) enum Level {
     /// Nothing.
     Off = 1,
     /// Functions that cannot be reached otherwise.
@@ -169,7 +169,7 @@ pub enum Level {
     All = 3,
 }
 
-pub static LEVEL: AtomicU32 = AtomicU32::new(Level::Off as u32);
+pub(crate) static LEVEL: AtomicU32 = AtomicU32::new(Level::Off as u32);
 
 /// What a loaded object means for the inline hooks.
 pub(crate) struct Role {
@@ -180,7 +180,7 @@ pub(crate) struct Role {
 }
 
 impl Role {
-    pub fn of(object: &Object, is_program: bool) -> Self {
+    pub(crate) fn of(object: &Object, is_program: bool) -> Self {
         let soname = object.soname();
         let is_one_of = |sonames: &[&CStr]| sonames.iter().any(|name| name.to_bytes() == soname);
         let is_family =
@@ -189,7 +189,7 @@ impl Role {
     }
 
     /// Whether calls of an exported function of this library can bypass every preloaded symbol.
-    pub fn hides_exported(&self, library: Library) -> bool {
+    pub(crate) fn hides_exported(&self, library: Library) -> bool {
         match library {
             // The program is searched before preloaded libraries.
             Library::Collectives | Library::Blas => self.is_program || self.is_symbolic,
@@ -227,12 +227,12 @@ fn statically_linked_names() -> &'static HashSet<&'static [u8]> {
 
 /// Functions of a library that is linked statically into an object. Their names are only in the
 /// symbol table of the object's file, if that was not stripped.
-pub struct StaticSymbols(HashMap<&'static [u8], Symbol>);
+pub(crate) struct StaticSymbols(HashMap<&'static [u8], Symbol>);
 
 impl StaticSymbols {
     /// `None` when the object cannot contain any: a statically linked library loads the driver
     /// itself, so its object imports dlopen.
-    pub fn of(object: &Object, is_program: bool, role: &Role) -> Option<Self> {
+    pub(crate) fn of(object: &Object, is_program: bool, role: &Role) -> Option<Self> {
         if !role.may_hide_copies() || !object.imported().any(|(name, _)| name == c"dlopen") {
             return None;
         }
@@ -242,7 +242,7 @@ impl StaticSymbols {
     }
 
     /// The function with this name.
-    pub fn find(&self, function: &Function) -> Option<Symbol> {
+    pub(crate) fn find(&self, function: &Function) -> Option<Symbol> {
         self.0.get(function.name.to_bytes()).copied()
     }
 }

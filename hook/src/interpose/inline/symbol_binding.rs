@@ -32,7 +32,7 @@ use crate::{
 ///
 /// # Safety
 /// `map` is in the linker's list and not bound yet.
-pub unsafe fn bind_deepbind_imports(map: *const LinkMap) {
+pub(crate) unsafe fn bind_deepbind_imports(map: *const LinkMap) {
     if !thread_state::current().asked_for_deepbind.get() {
         return;
     }
@@ -111,7 +111,7 @@ unsafe fn define_locally(object: &Object, symbol: *mut libc::Elf64_Sym, address:
 ///
 /// # Safety
 /// `map` is in the linker's list and none of its code runs, or the process is starting.
-pub unsafe fn unbind_weak_references(map: *const LinkMap) {
+pub(crate) unsafe fn unbind_weak_references(map: *const LinkMap) {
     const WEAK: u8 = 2;
     // SAFETY: by the contract of this function, `map` is in the linker's list.
     let Some(object) = (unsafe { Object::of(map) }) else { return };
@@ -165,7 +165,7 @@ unsafe fn rebind(object: &Object, place: *const u64, address: u64) {
 
 /// Makes bytes of a loaded object writable while `write` runs, and then restores `access`. False
 /// when the system refuses.
-pub fn writing(address: usize, length: usize, access: c_int, write: impl FnOnce()) -> bool {
+pub(crate) fn writing(address: usize, length: usize, access: c_int, write: impl FnOnce()) -> bool {
     let start = address / PAGE * PAGE;
     let length = (address + length).next_multiple_of(PAGE) - start;
     let change = |access| {

@@ -23,12 +23,12 @@ use xpu_timer_proto::{
 use crate::runtime::os::sys;
 
 /// The environment as `NAME=value` strings.
-pub type Environment = Vec<String>;
+pub(crate) type Environment = Vec<String>;
 
 /// Which operations get a start and an end event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
-pub enum Bracket {
+pub(crate) enum Bracket {
     /// Collectives, kernels that communicate by themselves, and graphs.
     Collectives = 0,
     /// Every launch.
@@ -41,7 +41,7 @@ pub enum Bracket {
 
 /// The watcher's settings.
 #[derive(Debug, Clone)]
-pub struct Config {
+pub(crate) struct Config {
     /// Age at which a pending operation is a hang.
     pub hang_timeout: Duration,
     /// The node collector's socket.
@@ -71,7 +71,7 @@ pub struct Config {
 }
 
 /// Copies the environment of the process.
-pub fn snapshot() -> Environment {
+pub(crate) fn snapshot() -> Environment {
     unsafe extern "C" {
         static environ: *const *const std::ffi::c_char;
     }
@@ -89,17 +89,17 @@ pub fn snapshot() -> Environment {
 }
 
 /// The value of a variable in the copied environment.
-pub fn value<'a>(environment: &'a Environment, name: &str) -> Option<&'a str> {
+pub(crate) fn value<'a>(environment: &'a Environment, name: &str) -> Option<&'a str> {
     environment.iter().find_map(|entry| entry.strip_prefix(name)?.strip_prefix('='))
 }
 
 /// `XPU_TIMER_BRACKET` of the environment, for launches before the watcher has read the INI file.
-pub fn bracket_of(environment: &Environment) -> Bracket {
+pub(crate) fn bracket_of(environment: &Environment) -> Bracket {
     value(environment, "XPU_TIMER_BRACKET").and_then(parse_bracket).unwrap_or(Bracket::Collectives)
 }
 
 /// `XPU_TIMER_SIGNAL_HANDLER` of the environment, or of the INI file that the launcher has read.
-pub fn handles_signals(environment: &Environment) -> bool {
+pub(crate) fn handles_signals(environment: &Environment) -> bool {
     let environment = environment.clone();
     let lookup = move |name: &str| value(&environment, name).map(str::to_string);
     Source::with_ini(lookup, |_| Err(file::unanswered())).flag("XPU_TIMER_SIGNAL_HANDLER")
@@ -119,7 +119,7 @@ impl Config {
     /// Reads the settings from the copied environment, in which the launcher has put the content of
     /// the INI file. Without a launcher, the watcher reads the file here, on a thread that is
     /// abandoned if the file system does not answer.
-    pub fn read(environment: Environment) -> Self {
+    pub(crate) fn read(environment: Environment) -> Self {
         let has_one_queue = value(&environment, "CUDA_DEVICE_MAX_CONNECTIONS").is_some_and(|text| text.trim() == "1");
         let lookup = |environment: Environment| move |name: &str| value(&environment, name).map(str::to_string);
         let source = Source::with_ini(lookup(environment), |path| file::read_within(Path::new(path)));
@@ -206,7 +206,7 @@ fn complete(mut info: RankInfo) -> RankInfo {
 static DISABLED: AtomicU32 = AtomicU32::new(0);
 
 /// `XPU_TIMER_DISABLE`, read once.
-pub fn disabled() -> bool {
+pub(crate) fn disabled() -> bool {
     match DISABLED.load(Ordering::Relaxed) {
         0 => {
             let value = sys::variable(c"XPU_TIMER_DISABLE");

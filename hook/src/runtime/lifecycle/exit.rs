@@ -19,7 +19,7 @@ use crate::runtime::{
 };
 
 /// The encoding of `HookMessage { goodbye }`, for the exit handler, which must not allocate.
-pub const GOODBYE: [u8; 2] = [0x2a, 0x00];
+pub(crate) const GOODBYE: [u8; 2] = [0x2a, 0x00];
 
 static EXIT_HANDLER: AtomicBool = AtomicBool::new(false);
 
@@ -28,7 +28,7 @@ static EXIT_HANDLER: AtomicBool = AtomicBool::new(false);
 const FINAL_TURN_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// Registers the exit handlers once.
-pub fn watch_exits() {
+pub(crate) fn watch_exits() {
     unsafe extern "C" {
         fn __cxa_at_quick_exit(handler: extern "C" fn(*mut c_void), library: *mut c_void) -> c_int;
     }
@@ -43,17 +43,17 @@ pub fn watch_exits() {
 }
 
 /// Whether the process is ending.
-pub fn is_ending() -> bool {
+pub(crate) fn is_ending() -> bool {
     PROCESS.is_ending.load(Ordering::SeqCst)
 }
 
 /// Whether the ending process waits for the watcher's final turn.
-pub fn wants_final_turn() -> bool {
+pub(crate) fn wants_final_turn() -> bool {
     PROCESS.final_turn.load(Ordering::Acquire) == FINAL_TURN_WANTED
 }
 
 /// Called by the watcher after the final turn.
-pub fn final_turn_done() {
+pub(crate) fn final_turn_done() {
     PROCESS.final_turn.store(FINAL_TURN_DONE, Ordering::Release);
     wakeup::futex_wake(&PROCESS.final_turn);
 }
@@ -74,7 +74,7 @@ extern "C" fn at_exit() {
 }
 
 /// Async-signal-safe.
-pub fn finish_watching(recorder: &Recorder) {
+pub(crate) fn finish_watching(recorder: &Recorder) {
     if PROCESS.is_ending.load(Ordering::Relaxed) {
         return;
     }
@@ -104,11 +104,11 @@ extern "C" fn at_quick_exit(_: *mut c_void) {
 
 /// Value of [`ProcessState::quick_exit`](crate::runtime::os::process::ProcessState::quick_exit) for
 /// status 0.
-pub const QUICK_SUCCESS: c_int = 1;
+pub(crate) const QUICK_SUCCESS: c_int = 1;
 
 /// Tells the collector that the process ends on purpose: in the ring, and by a message if the
 /// thread may send one.
-pub fn say_goodbye() {
+pub(crate) fn say_goodbye() {
     if let Some(recorder) = running() {
         recorder.ring.header(header::GOODBYE).store(1, Ordering::Release);
     }

@@ -15,18 +15,18 @@ static FORK_HANDLER: AtomicBool = AtomicBool::new(false);
 
 /// The recorder, except in a child of vfork, which shares the parent's memory, and where a filter
 /// forbids the check. Async-signal-safe.
-pub fn running_in_own_process() -> Option<&'static Recorder> {
+pub(crate) fn running_in_own_process() -> Option<&'static Recorder> {
     running().filter(|_| seccomp::may_call() && !is_vfork_child())
 }
 
 /// Whether this is a child of vfork of a process that has set the hook up. Async-signal-safe.
-pub fn is_vfork_child() -> bool {
+pub(crate) fn is_vfork_child() -> bool {
     let own = PROCESS.pid.load(Ordering::Relaxed);
     own != 0 && seccomp::may_call() && own != pid()
 }
 
 /// Registers the fork handlers once.
-pub fn watch_forks() {
+pub(crate) fn watch_forks() {
     if !FORK_HANDLER.swap(true, Ordering::Relaxed) {
         // SAFETY: handlers of the right type, in a library that is never unloaded. If the
         // registration fails, the handlers do not run.
@@ -56,7 +56,7 @@ extern "C" fn after_fork_in_child() {
 }
 
 /// Discards the parent's state in a forked child. Async-signal-safe.
-pub fn forget_parent() {
+pub(crate) fn forget_parent() {
     if SET_UP_IN.swap(0, Ordering::Relaxed) == 0 {
         return;
     }

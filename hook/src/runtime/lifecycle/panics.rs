@@ -17,7 +17,7 @@ use crate::runtime::{
 
 /// Runs a part of the hook. A panic ends the part and is counted.
 #[inline]
-pub fn guarded<R>(part: impl FnOnce() -> R) -> Option<R> {
+pub(crate) fn guarded<R>(part: impl FnOnce() -> R) -> Option<R> {
     catch_unwind(AssertUnwindSafe(part)).map_err(panicked).ok()
 }
 
@@ -33,7 +33,7 @@ fn panicked(payload: Box<dyn std::any::Any + Send>) {
 static WANTED: Mutex<Option<(String, u64)>> = Mutex::new(None);
 
 /// Reads the variable at the start.
-pub fn configure(recorder: &Recorder, environment: &Environment) {
+pub(crate) fn configure(recorder: &Recorder, environment: &Environment) {
     let wanted = config::value(environment, "XPU_TIMER_TEST_PANIC").and_then(parse);
     recorder.injects_panics.store(wanted.is_some(), Ordering::Relaxed);
     if let Ok(mut place) = WANTED.try_lock() {
@@ -48,7 +48,7 @@ fn parse(text: &str) -> Option<(String, u64)> {
 
 /// Panics if the variable names this call.
 #[cold]
-pub fn maybe_panic(function: &'static Function) {
+pub(crate) fn maybe_panic(function: &'static Function) {
     let Some(recorder) = recorder::running() else { return };
     let index = function.coverage.load(Ordering::Relaxed) as usize;
     let calls = recorder.calls(index);

@@ -43,7 +43,7 @@ const RETRY_NS: u64 = 1_000_000_000;
 /// The process's recorder, which is started at the first device call. `None` when the hook is off
 /// or could not start.
 #[inline]
-pub fn recorder() -> Option<&'static Recorder> {
+pub(crate) fn recorder() -> Option<&'static Recorder> {
     running().or_else(start)
 }
 
@@ -140,7 +140,7 @@ static FILTERS_AT_LOAD: AtomicU32 = AtomicU32::new(0);
 
 /// Called when the library is loaded. It makes only system calls that the linker has just made to
 /// load it.
-pub fn record_filters_at_load() {
+pub(crate) fn record_filters_at_load() {
     let filters = filters();
     FILTERS_AT_LOAD.store(filters, Ordering::Relaxed);
     // SAFETY: a C string; while libraries are loaded no thread changes the environment.
@@ -167,12 +167,12 @@ fn has_more(filters: u32, launched: &[u8], boot: &[u8]) -> bool {
 }
 
 /// The number of filters when the library was loaded.
-pub fn filters_at_load() -> u32 {
+pub(crate) fn filters_at_load() -> u32 {
     FILTERS_AT_LOAD.load(Ordering::Relaxed)
 }
 
 /// Whether the hook must not work in this process.
-pub fn must_stay_out() -> bool {
+pub(crate) fn must_stay_out() -> bool {
     has_installed_filter() || runs_under_sanitizer()
 }
 

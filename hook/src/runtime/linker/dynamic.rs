@@ -16,15 +16,15 @@ use crate::runtime::{
 };
 
 /// dlsym, with the hook's library as the caller.
-pub type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
+pub(crate) type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
 
 /// The object that contains `address`. It stays loaded from now on.
-pub fn object_of(address: *mut c_void) -> Option<*mut c_void> {
+pub(crate) fn object_of(address: *mut c_void) -> Option<*mut c_void> {
     loaded(path_of(address)?)
 }
 
 /// Path of the object that contains `address`.
-pub fn path_of<'a>(address: *mut c_void) -> Option<&'a CStr> {
+pub(crate) fn path_of<'a>(address: *mut c_void) -> Option<&'a CStr> {
     // SAFETY: an all-zero Dl_info is a valid value of that plain structure, and dladdr takes any
     // address.
     let mut object: libc::Dl_info = unsafe { std::mem::zeroed() };
@@ -38,7 +38,7 @@ pub fn path_of<'a>(address: *mut c_void) -> Option<&'a CStr> {
 
 /// A loaded library by soname. The reference keeps it loaded on purpose: an original must not
 /// vanish while its wrapper exists.
-pub fn loaded(soname: &CStr) -> Option<*mut c_void> {
+pub(crate) fn loaded(soname: &CStr) -> Option<*mut c_void> {
     // For an unknown name, the linker searches directories. The watcher may be under a filter that
     // is not known yet.
     let must_not_look = !seccomp::may_call() || thread_state::current().is_watcher.get();
@@ -52,7 +52,7 @@ pub fn loaded(soname: &CStr) -> Option<*mut c_void> {
 }
 
 /// Gives back a reference that [`loaded`] took.
-pub fn release(library: *mut c_void) {
+pub(crate) fn release(library: *mut c_void) {
     // SAFETY: the handle of a reference that nothing else uses.
     drop(unsafe { Library::from_raw(library) });
 }
@@ -60,7 +60,7 @@ pub fn release(library: *mut c_void) {
 /// A loaded library by a path that the user has given. The linker opens a path that it does not
 /// know, and blocks if that is a FIFO. So it gets the path under which the library is loaded. Only
 /// another name of a regular file is left to it.
-pub fn loaded_from(path: &CStr) -> Option<*mut c_void> {
+pub(crate) fn loaded_from(path: &CStr) -> Option<*mut c_void> {
     let objects = objects();
     let known = objects.iter().find(|object| object.as_c_str() == path);
     let known = known.or_else(|| {
@@ -81,7 +81,7 @@ fn file_name(path: &CStr) -> &[u8] {
 /// Paths of all loaded objects, as they were opened. The program's path is empty. dl_iterate_phdr
 /// is used because dlopen would block behind another library's constructor, and /proc/self/maps
 /// shows the target of a soname's link.
-pub fn objects() -> Vec<CString> {
+pub(crate) fn objects() -> Vec<CString> {
     unsafe extern "C" fn add(info: *mut libc::dl_phdr_info, _: usize, paths: *mut c_void) -> c_int {
         // SAFETY: the linker's own structure and string, and the vector that was passed below.
         unsafe { (*paths.cast::<Vec<CString>>()).push(CStr::from_ptr((*info).dlpi_name).to_owned()) };
@@ -94,7 +94,7 @@ pub fn objects() -> Vec<CString> {
 }
 
 /// Calls the C library's dlsym. `Library::get` would call the one that the hook exports.
-pub fn look_up(handle: *mut c_void, name: &CStr) -> *mut c_void {
+pub(crate) fn look_up(handle: *mut c_void, name: &CStr) -> *mut c_void {
     // SAFETY: the handle comes from the linker, and the name is a C string.
     unsafe { libc_dlsym()(handle, name.as_ptr()) }
 }
@@ -107,13 +107,13 @@ fn libc_dlsym() -> Dlsym {
 }
 
 /// The dlopen that the host's call would have reached without the hook.
-pub fn next_dlopen() -> Dlsym {
+pub(crate) fn next_dlopen() -> Dlsym {
     static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
     cached(&NEXT, || look_up(libc::RTLD_NEXT, c"dlopen"))
 }
 
 /// The dlvsym that the host's call would have reached without the hook.
-pub fn next_dlvsym() -> Dlsym {
+pub(crate) fn next_dlvsym() -> Dlsym {
     static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
     cached(&NEXT, || look_up(libc::RTLD_NEXT, c"dlvsym"))
 }
@@ -121,7 +121,7 @@ pub fn next_dlvsym() -> Dlsym {
 /// The dlsym that the host's call would have reached without the hook: the C library's, or that of
 /// another preloaded library that comes later.
 #[inline]
-pub fn next_dlsym() -> Dlsym {
+pub(crate) fn next_dlsym() -> Dlsym {
     static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
     cached(&NEXT, || look_up(libc::RTLD_NEXT, c"dlsym"))
 }
@@ -146,14 +146,14 @@ unsafe extern "C" fn nothing(_: *mut c_void, _: *const c_char) -> *mut c_void {
 }
 
 /// Discards the error message that a failed lookup of the hook would leave for the host.
-pub fn forget_linker_error() {
+pub(crate) fn forget_linker_error() {
     // SAFETY: it takes no arguments; the returned string is not used.
     unsafe { libc::dlerror() };
 }
 
 /// A function of the C library, or of libdl, which was separate until glibc 2.34. Null if there is
 /// none.
-pub fn exported_by_libc(name: &CStr) -> *mut c_void {
+pub(crate) fn exported_by_libc(name: &CStr) -> *mut c_void {
     let in_file = |file: &[u8]| {
         let mut map = elf::first();
         while !map.is_null() {
@@ -171,7 +171,7 @@ pub fn exported_by_libc(name: &CStr) -> *mut c_void {
 }
 
 /// Paths of all loaded objects.
-pub fn libraries() -> Vec<String> {
+pub(crate) fn libraries() -> Vec<String> {
     objects().iter().map(|path| path.to_string_lossy().into_owned()).collect()
 }
 
@@ -180,7 +180,7 @@ static DEVICE_FAMILY: AtomicUsize = AtomicUsize::new(0);
 
 /// The device family whose runtime is loaded. Determined once, because a name such as
 /// `mcclAllReduce` must not change its meaning.
-pub fn device_family() -> Option<&'static Family> {
+pub(crate) fn device_family() -> Option<&'static Family> {
     if DEVICE_FAMILY.load(Ordering::Relaxed) == 0 {
         let found = FAMILIES.iter().position(|family| family.is_loaded(|soname| loaded(soname).is_some()))?;
         DEVICE_FAMILY.store(found + 1, Ordering::Relaxed);
@@ -189,7 +189,7 @@ pub fn device_family() -> Option<&'static Family> {
 }
 
 /// The process's device family, or all families while no runtime is loaded.
-pub fn candidate_families() -> impl Iterator<Item = &'static Family> {
+pub(crate) fn candidate_families() -> impl Iterator<Item = &'static Family> {
     let current = device_family();
     FAMILIES.iter().filter(move |family| current.is_none_or(|current| std::ptr::eq(current, *family)))
 }
@@ -198,23 +198,23 @@ static LISTENS_FOR_LIBRARIES: AtomicBool = AtomicBool::new(false);
 
 /// Whether the hook learns of libraries that are loaded later. It does not when that is turned off,
 /// when the system forbids a change of code, under a debugger, and in some forked children.
-pub fn listens_for_libraries() -> bool {
+pub(crate) fn listens_for_libraries() -> bool {
     LISTENS_FOR_LIBRARIES.load(Ordering::Relaxed) && !has_stopped_listening()
 }
 
 /// Sets whether the hook learns of them.
-pub fn set_listening_for_libraries(listens: bool) {
+pub(crate) fn set_listening_for_libraries(listens: bool) {
     LISTENS_FOR_LIBRARIES.store(listens, Ordering::Relaxed);
 }
 
 static DEAF: AtomicBool = AtomicBool::new(false);
 
 /// Whether it has stopped for good.
-pub fn has_stopped_listening() -> bool {
+pub(crate) fn has_stopped_listening() -> bool {
     DEAF.load(Ordering::Relaxed)
 }
 
 /// Stops it for good.
-pub fn stop_listening() {
+pub(crate) fn stop_listening() {
     DEAF.store(true, Ordering::Relaxed);
 }

@@ -8,11 +8,11 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use crate::runtime::os::fork_sections::in_linker;
 
 /// Size of a page, the unit of memory protection.
-pub const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 
 /// The linker's public `r_debug`.
 #[repr(C)]
-pub struct Debug {
+pub(crate) struct Debug {
     version: c_int,
     first: *const LinkMap,
     /// The function that the linker calls for debuggers.
@@ -22,11 +22,11 @@ pub struct Debug {
 }
 
 unsafe extern "C" {
-    pub static _r_debug: Debug;
+    pub(crate) static _r_debug: Debug;
 }
 
 /// The first object of the linker's list, which is the program.
-pub fn first() -> *const LinkMap {
+pub(crate) fn first() -> *const LinkMap {
     // SAFETY: the linker's own structure, which always exists. Another thread may be appending to
     // the list.
     unsafe { (&raw const _r_debug.first).read_volatile() }
@@ -34,7 +34,7 @@ pub fn first() -> *const LinkMap {
 
 /// Head of the linker's public `link_map`.
 #[repr(C)]
-pub struct LinkMap {
+pub(crate) struct LinkMap {
     /// Load address: added to all addresses in the object.
     pub base: usize,
     name: *const c_char,
@@ -83,7 +83,7 @@ const R_X86_64_GLOB_DAT: u64 = 6;
 
 /// A function symbol of an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Symbol {
+pub(crate) struct Symbol {
     /// Address of its code.
     pub address: usize,
     /// Bytes of code, 0 if unknown.
@@ -91,7 +91,7 @@ pub struct Symbol {
 }
 
 /// A loaded object.
-pub struct Object {
+pub(crate) struct Object {
     /// Load address: added to all addresses in it.
     pub base: usize,
     name: *const c_char,
@@ -118,7 +118,7 @@ impl Object {
     ///
     /// # Safety
     /// `map` is in the linker's list and stays there while the object is used.
-    pub unsafe fn of(map: *const LinkMap) -> Option<Self> {
+    pub(crate) unsafe fn of(map: *const LinkMap) -> Option<Self> {
         // SAFETY: by the contract of this function, `map` stays in the linker's list.
         let map = unsafe { &*map };
         let mut object = Object {
@@ -164,7 +164,7 @@ impl Object {
     }
 
     /// The path that it was loaded from, empty for the program itself.
-    pub fn path(&self) -> &CStr {
+    pub(crate) fn path(&self) -> &CStr {
         if self.name.is_null() {
             return c"";
         }
@@ -173,7 +173,7 @@ impl Object {
     }
 
     /// Its soname, or the file name of its path.
-    pub fn soname(&self) -> &[u8] {
+    pub(crate) fn soname(&self) -> &[u8] {
         match self.soname {
             // SAFETY: an offset into the object's own strings.
             Some(offset) => unsafe { CStr::from_ptr(self.strings.add(offset)) }.to_bytes(),
@@ -182,19 +182,19 @@ impl Object {
     }
 
     /// Sonames of the objects that it depends on.
-    pub fn needed(&self) -> impl Iterator<Item = &CStr> {
+    pub(crate) fn needed(&self) -> impl Iterator<Item = &CStr> {
         // SAFETY: an offset into the object's strings.
         let name = |offset| unsafe { CStr::from_ptr(self.strings.add(offset)) };
         entries(self.dynamic).filter(|(tag, _)| *tag == DT_NEEDED).map(move |(_, offset)| name(offset))
     }
 
     /// The function that it exports under `name`.
-    pub fn exported(&self, name: &CStr) -> Option<Symbol> {
+    pub(crate) fn exported(&self, name: &CStr) -> Option<Symbol> {
         self.function(self.symbol(name)?)
     }
 
     /// The variable that it exports under `name`.
-    pub fn variable(&self, name: &CStr) -> Option<Symbol> {
+    pub(crate) fn variable(&self, name: &CStr) -> Option<Symbol> {
         const VARIABLE: u8 = 1;
         self.defined(self.symbol(name)?, VARIABLE)
     }
@@ -252,7 +252,7 @@ impl Object {
 
     /// Where the object stores the address of this imported symbol when it is bound. A call through
     /// the procedure linkage table has no such place.
-    pub fn places_of(&self, symbol: *const libc::Elf64_Sym) -> impl Iterator<Item = *const u64> {
+    pub(crate) fn places_of(&self, symbol: *const libc::Elf64_Sym) -> impl Iterator<Item = *const u64> {
         // SAFETY: a symbol of the table.
         let index = unsafe { symbol.offset_from(self.symbols) } as u64;
         let all = (0..self.relocation_bytes / size_of::<libc::Elf64_Rela>()).map(|number| {
@@ -267,7 +267,7 @@ impl Object {
     }
 
     /// The symbol as a function that this object defines.
-    pub fn function(&self, symbol: &libc::Elf64_Sym) -> Option<Symbol> {
+    pub(crate) fn function(&self, symbol: &libc::Elf64_Sym) -> Option<Symbol> {
         const FUNCTION: u8 = 2;
         self.defined(symbol, FUNCTION)
     }
@@ -280,7 +280,7 @@ impl Object {
     }
 
     /// The symbols that it imports from other objects.
-    pub fn imported(&self) -> impl Iterator<Item = (&CStr, *const libc::Elf64_Sym)> {
+    pub(crate) fn imported(&self) -> impl Iterator<Item = (&CStr, *const libc::Elf64_Sym)> {
         (1..self.imports_end()).filter_map(|index| {
             // SAFETY: an index of the table.
             let symbol = unsafe { self.symbols.add(index) };
@@ -314,12 +314,12 @@ impl Object {
     }
 
     /// Whether `address` is code of this object.
-    pub fn holds_code(&self, address: usize) -> bool {
+    pub(crate) fn holds_code(&self, address: usize) -> bool {
         self.access_of(address).is_some_and(|access| access & libc::PROT_EXEC != 0)
     }
 
     /// The access rights of `address` in this object. `None` if it is outside of it.
-    pub fn access_of(&self, address: usize) -> Option<c_int> {
+    pub(crate) fn access_of(&self, address: usize) -> Option<c_int> {
         let flags = self.segment(|segment| {
             let start = self.base.wrapping_add(segment.p_vaddr as usize);
             segment.p_type == libc::PT_LOAD && address.wrapping_sub(start) < segment.p_filesz as usize
@@ -330,7 +330,7 @@ impl Object {
 
     /// Whether the linker makes `address` read-only once the object is bound. This applies to full
     /// pages only.
-    pub fn is_sealed(&self, address: usize) -> bool {
+    pub(crate) fn is_sealed(&self, address: usize) -> bool {
         let sealed = self.segment(|segment| {
             let start = self.base.wrapping_add(segment.p_vaddr as usize);
             let end = start.wrapping_add(segment.p_memsz as usize) / PAGE * PAGE;
@@ -380,13 +380,13 @@ fn gnu_hash(name: &[u8]) -> u32 {
 }
 
 /// Whether `address` is code of the program, and not of a library.
-pub fn is_in_program(address: usize) -> bool {
+pub(crate) fn is_in_program(address: usize) -> bool {
     // SAFETY: the first object of the linker's list, which is never unloaded.
     unsafe { Object::of(first()) }.is_some_and(|program| program.holds_code(address))
 }
 
 /// Load address of the hook's own object.
-pub fn own_base() -> usize {
+pub(crate) fn own_base() -> usize {
     unsafe extern "C" {
         static __ehdr_start: u8;
     }

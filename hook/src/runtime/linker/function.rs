@@ -16,16 +16,16 @@ use xpu_timer_proto::family::Library;
 use crate::runtime::os::thread_state;
 
 /// Originals per row.
-pub const SLOTS: usize = 4;
+pub(crate) const SLOTS: usize = 4;
 
 const _: () = assert!(SLOTS <= align_of::<Function>(), "a slot fits into the low bits of a row's address");
 
 /// Number of further functions in an original's object that a row may call.
-pub const COMPANIONS: usize = 3;
+pub(crate) const COMPANIONS: usize = 3;
 
 /// Address of a wrapper.
 #[derive(Clone, Copy)]
-pub struct Wrapper(pub *const ());
+pub(crate) struct Wrapper(pub *const ());
 
 // SAFETY: the address of code.
 unsafe impl Sync for Wrapper {}
@@ -34,7 +34,7 @@ unsafe impl Sync for Wrapper {}
 unsafe impl Send for Wrapper {}
 
 /// One hooked function.
-pub struct Function {
+pub(crate) struct Function {
     /// Its C name.
     pub name: &'static CStr,
     /// The kind of library that has the original.
@@ -49,7 +49,7 @@ pub struct Function {
 
 impl Function {
     /// A row of the table.
-    pub const fn new(name: &'static CStr, library: Library, wrappers: [Wrapper; SLOTS]) -> Self {
+    pub(crate) const fn new(name: &'static CStr, library: Library, wrappers: [Wrapper; SLOTS]) -> Self {
         Function {
             name,
             library,
@@ -62,7 +62,7 @@ impl Function {
     }
 
     /// Name as text. All names are ASCII.
-    pub fn text(&self) -> &'static str {
+    pub(crate) fn text(&self) -> &'static str {
         self.name.to_str().unwrap_or("?")
     }
 
@@ -70,14 +70,14 @@ impl Function {
     /// and the caller's arguments leave no room for the number. Row and slot are one word, so a
     /// signal handler sees both or none.
     #[inline]
-    pub fn set_entry_slot(&self, slot: usize) {
+    pub(crate) fn set_entry_slot(&self, slot: usize) {
         thread_state::current().entry.set(std::ptr::from_ref(self) as usize | slot);
     }
 
     /// The slot of the call that begins now. A signal handler may call another row between the
     /// entry and this; that row uses its own slot 0 and does not change the entry.
     #[inline]
-    pub fn take_entry_slot(&self) -> usize {
+    pub(crate) fn take_entry_slot(&self) -> usize {
         let entry = &thread_state::current().entry;
         let slot = entry.get() ^ std::ptr::from_ref(self) as usize;
         if slot < SLOTS {
@@ -90,18 +90,18 @@ impl Function {
 
     /// An empty slot and its wrapper, for a function whose code is about to be replaced. Never slot
     /// 0.
-    pub fn spare_slot(&self) -> Option<(usize, *const ())> {
+    pub(crate) fn spare_slot(&self) -> Option<(usize, *const ())> {
         let slot = (1..SLOTS).rev().find(|slot| self.reals[*slot].load(Ordering::Relaxed).is_null())?;
         Some((slot, self.wrappers[slot].0))
     }
 
     /// Sets the original of a slot.
-    pub fn fill_slot(&self, slot: usize, real: *mut c_void) {
+    pub(crate) fn fill_slot(&self, slot: usize, real: *mut c_void) {
         self.reals[slot].store(real, Ordering::Release);
     }
 
     /// Empties a slot whose library was unloaded.
-    pub fn free_slot(&self, slot: usize) {
+    pub(crate) fn free_slot(&self, slot: usize) {
         self.reals[slot].store(std::ptr::null_mut(), Ordering::Release);
         for companion in &self.companions[slot] {
             companion.store(std::ptr::null_mut(), Ordering::Release);
@@ -109,24 +109,24 @@ impl Function {
     }
 
     /// Records that there is a copy of this function whose callers the hook cannot see.
-    pub fn mark_hidden_copy(&self) {
+    pub(crate) fn mark_hidden_copy(&self) {
         self.has_hidden_copy.store(true, Ordering::Relaxed);
     }
 
     /// Whether there is such a copy.
-    pub fn has_hidden_copy(&self) -> bool {
+    pub(crate) fn has_hidden_copy(&self) -> bool {
         self.has_hidden_copy.load(Ordering::Relaxed)
     }
 
     /// Whether any original is known.
-    pub fn is_known(&self) -> bool {
+    pub(crate) fn is_known(&self) -> bool {
         self.reals.iter().any(|real| !real.load(Ordering::Relaxed).is_null())
     }
 }
 
 /// A function's name for people: `c10d::ProcessGroupGloo::barrier` for
 /// `_ZN4c10d16ProcessGroupGloo7barrierERKNS_14…`. The name of a C function does not change.
-pub fn display_name(name: &CStr) -> Vec<u8> {
+pub(crate) fn display_name(name: &CStr) -> Vec<u8> {
     let Some(mut rest) = name.to_bytes().strip_prefix(b"_ZN") else { return name.to_bytes().to_vec() };
     let mut parts: Vec<&[u8]> = Vec::new();
     while let digits @ 1.. = rest.iter().take_while(|byte| byte.is_ascii_digit()).count() {
@@ -147,7 +147,7 @@ pub fn display_name(name: &CStr) -> Vec<u8> {
 ///
 /// The macros of the tables place each row in the section `xpu_timer_functions`. The static linker
 /// defines the symbols of its two ends. They are hidden, so the library does not export them.
-pub fn functions() -> impl Iterator<Item = &'static Function> {
+pub(crate) fn functions() -> impl Iterator<Item = &'static Function> {
     let (start, stop): (*const Function, *const Function);
     // SAFETY: computes two addresses and changes nothing.
     unsafe {
@@ -167,12 +167,12 @@ pub fn functions() -> impl Iterator<Item = &'static Function> {
 }
 
 /// Whether an address is a wrapper of the hook.
-pub fn is_wrapper(address: *mut c_void) -> bool {
+pub(crate) fn is_wrapper(address: *mut c_void) -> bool {
     functions().any(|function| function.wrappers.iter().any(|wrapper| wrapper.0 == address.cast_const().cast()))
 }
 
 /// The row with this name.
-pub fn find(name: &[u8]) -> Option<&'static Function> {
+pub(crate) fn find(name: &[u8]) -> Option<&'static Function> {
     // Most lookups of a process end at the first letters.
     if ![&b"nccl"[..], b"cu", b"__cu", b"hip", b"mc", b"MPI_", b"Hccl", b"cncl", b"PMPI_", b"MPIX_"]
         .iter()

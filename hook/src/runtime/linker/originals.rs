@@ -21,7 +21,7 @@ use crate::runtime::{
 impl Function {
     /// The original of a slot. Null if there is none.
     #[inline]
-    pub fn real(&self, slot: usize) -> *mut c_void {
+    pub(crate) fn real(&self, slot: usize) -> *mut c_void {
         let real = self.reals[slot].load(Ordering::Acquire);
         if real.is_null() && slot == 0 { self.resolve_for_call() } else { real }
     }
@@ -30,7 +30,7 @@ impl Function {
     /// never reach the functions of another version. The lookup is cached. `None` if the object
     /// does not have the function.
     #[inline]
-    pub fn companion(&self, slot: usize, number: usize, names: &[&CStr]) -> Option<*mut c_void> {
+    pub(crate) fn companion(&self, slot: usize, number: usize, names: &[&CStr]) -> Option<*mut c_void> {
         let place = &self.companions[slot][number];
         let mut found = place.load(Ordering::Acquire);
         if found.is_null() {
@@ -43,7 +43,7 @@ impl Function {
     /// Finds the original of the exported symbol: the next definition in the global scope, else the
     /// one in a library with a known soname.
     #[cold]
-    pub fn resolve(&self) -> *mut c_void {
+    pub(crate) fn resolve(&self) -> *mut c_void {
         let known = self.reals[0].load(Ordering::Acquire);
         if !known.is_null() {
             return known;
@@ -133,7 +133,7 @@ impl Function {
 
     /// The wrapper of an original that the host looked up. Returns `real` when it is a wrapper
     /// already, or when all slots are used.
-    pub fn wrap(&self, real: *mut c_void) -> *mut c_void {
+    pub(crate) fn wrap(&self, real: *mut c_void) -> *mut c_void {
         if !is_original(real) {
             return real;
         }
@@ -147,7 +147,7 @@ impl Function {
 
     /// The wrapper of the slot that has this original, or of a free slot that gets it. `None` when
     /// all slots are used.
-    pub fn wrapper_of(&self, real: *mut c_void) -> Option<*const ()> {
+    pub(crate) fn wrapper_of(&self, real: *mut c_void) -> Option<*const ()> {
         for (slot, wrapper) in self.reals.iter().zip(&self.wrappers).skip(1) {
             let empty = std::ptr::null_mut();
             let known = match slot.compare_exchange(empty, real, Ordering::AcqRel, Ordering::Acquire) {
@@ -167,7 +167,7 @@ const ABSENT: *mut c_void = std::ptr::dangling_mut::<u8>().cast();
 
 /// The function `name` of the object that contains `address`.
 #[cold]
-pub fn in_same_object(address: *mut c_void, name: &CStr) -> Option<*mut c_void> {
+pub(crate) fn in_same_object(address: *mut c_void, name: &CStr) -> Option<*mut c_void> {
     in_hook(|| {
         let found = look_up(object_of(address)?, name);
         dynamic::forget_linker_error();
@@ -187,7 +187,7 @@ fn is_original(address: *mut c_void) -> bool {
 }
 
 /// The loaded libraries of a kind that belongs to no device family.
-pub fn host_libraries(library: Library) -> Vec<*mut c_void> {
+pub(crate) fn host_libraries(library: Library) -> Vec<*mut c_void> {
     let files = library.host_files();
     if files.is_empty() {
         return Vec::new();

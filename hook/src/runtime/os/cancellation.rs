@@ -17,12 +17,12 @@ unsafe extern "C" {
 }
 
 /// Records that the process cancels threads. From now on, hooked calls disable cancellation.
-pub fn note_use() {
+pub(crate) fn note_use() {
     USED.store(true, Ordering::SeqCst);
 }
 
 /// While it is up, the thread cannot be cancelled.
-pub struct CancellationGuard {
+pub(crate) struct CancellationGuard {
     is_up: bool,
     /// The cancel state to restore.
     before: c_int,
@@ -32,7 +32,7 @@ impl CancellationGuard {
     /// For short code that does not panic. pthread_setcancelstate takes longer than a launch, so it
     /// is called only in processes that cancel threads.
     #[inline(always)]
-    pub fn raised() -> Self {
+    pub(crate) fn raised() -> Self {
         if USED.load(Ordering::Relaxed) {
             CancellationGuard::raised_always()
         } else {
@@ -50,7 +50,7 @@ impl CancellationGuard {
 
     /// Restores the thread's cancel state.
     #[inline(always)]
-    pub fn lower(&mut self) {
+    pub(crate) fn lower(&mut self) {
         if std::mem::take(&mut self.is_up) {
             self.lower_always();
         }
@@ -64,7 +64,7 @@ impl CancellationGuard {
 }
 
 /// Runs longer code while the thread cannot be cancelled. The code must not panic.
-pub fn shielded<R>(code: impl FnOnce() -> R) -> R {
+pub(crate) fn shielded<R>(code: impl FnOnce() -> R) -> R {
     let mut shield = CancellationGuard::raised_always();
     let result = code();
     shield.lower();

@@ -14,26 +14,26 @@ use crate::runtime::os::{
 
 /// CLOCK_MONOTONIC in nanoseconds.
 #[inline]
-pub fn now_ns() -> u64 {
+pub(crate) fn now_ns() -> u64 {
     clock_ns(if seccomp::may_read_clock() { libc::CLOCK_MONOTONIC } else { libc::CLOCK_MONOTONIC_COARSE })
 }
 
 /// `CLOCK_MONOTONIC` at the last timer tick: a few milliseconds old, and several times cheaper to
 /// read.
 #[inline]
-pub fn coarse_now_ns() -> u64 {
+pub(crate) fn coarse_now_ns() -> u64 {
     clock_ns(libc::CLOCK_MONOTONIC_COARSE)
 }
 
 /// CPU time of the calling thread in nanoseconds. This is a system call, unlike the other clocks. A
 /// thread that may not make it appears to compute all the time.
-pub fn thread_cpu_ns() -> u64 {
+pub(crate) fn thread_cpu_ns() -> u64 {
     if seccomp::may_call() { clock_ns(libc::CLOCK_THREAD_CPUTIME_ID) } else { coarse_now_ns() }
 }
 
 /// How often the kernel has taken a thread from its processor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Switches {
+pub(crate) struct Switches {
     /// Because it waited for something, which includes every sleep.
     pub sleeps: u64,
     /// Because another thread had a turn, which includes `sched_yield`.
@@ -42,7 +42,7 @@ pub struct Switches {
 
 /// The counts of the calling thread. This is a system call; a thread that may not make it appears
 /// never to leave its processor.
-pub fn thread_switches() -> Switches {
+pub(crate) fn thread_switches() -> Switches {
     if !seccomp::may_call() {
         return Switches { sleeps: 0, preemptions: 0 };
     }
@@ -72,7 +72,7 @@ fn is_known(rate: u64) -> bool {
 
 /// A value that advances at a constant, unknown rate.
 #[inline]
-pub fn ticks() -> u64 {
+pub(crate) fn ticks() -> u64 {
     if is_forbidden() { coarse_now_ns() } else { tsc::counter() }
 }
 
@@ -96,7 +96,7 @@ const PLAUSIBLE: std::ops::Range<u64> = (1 << 32) / 16..(1 << 32) * 4;
 /// a counter jumps when a virtual machine migrates, the time is wrong for no longer than that.
 /// While the rate is unknown, every call reads the clock.
 #[inline]
-pub fn burst_now_ns(thread: &ThreadState) -> u64 {
+pub(crate) fn burst_now_ns(thread: &ThreadState) -> u64 {
     let rate = RATE.load(Ordering::Relaxed);
     let mut passed = 0;
     // Without a rate, the counter may be forbidden.
@@ -145,13 +145,13 @@ fn reading() -> (u64, Option<u64>) {
 
 /// Measures the rate of the counter repeatedly.
 #[derive(Debug, Default)]
-pub struct RateMeasurement {
+pub(crate) struct RateMeasurement {
     since: Option<(u64, u64)>,
 }
 
 impl RateMeasurement {
     /// Called regularly by one thread.
-    pub fn measure(&mut self) {
+    pub(crate) fn measure(&mut self) {
         if !seccomp::may_read_clock() {
             return;
         }
@@ -172,7 +172,7 @@ impl RateMeasurement {
 }
 
 /// The rate of `ticks` in `ns`, 0 when the result is not plausible.
-pub fn rate_of(ns: u64, ticks: u64) -> u64 {
+pub(crate) fn rate_of(ns: u64, ticks: u64) -> u64 {
     let rate = (u128::from(ns) << 32).checked_div(u128::from(ticks)).unwrap_or(0);
     u64::try_from(rate).ok().filter(|rate| PLAUSIBLE.contains(rate)).unwrap_or(0)
 }

@@ -8,12 +8,12 @@ use std::{
 };
 
 /// Lowest number of the hook's descriptors. Programs do not expect their own descriptors here.
-pub const FIRST_DESCRIPTOR: c_int = 200;
+pub(crate) const FIRST_DESCRIPTOR: c_int = 200;
 
 /// A descriptor of the hook. Some hosts close every descriptor that they did not open; the number
 /// may then belong to a file of the host.
 #[derive(Debug)]
-pub struct Descriptor {
+pub(crate) struct Descriptor {
     fd: AtomicI32,
     device: AtomicU64,
     inode: AtomicU64,
@@ -21,7 +21,7 @@ pub struct Descriptor {
 
 impl Descriptor {
     /// No descriptor.
-    pub const fn none() -> Self {
+    pub(crate) const fn none() -> Self {
         Descriptor { fd: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
     }
 
@@ -29,7 +29,7 @@ impl Descriptor {
     ///
     /// # Errors
     /// When `fd` is not a valid descriptor; it is closed then.
-    pub fn set(&self, fd: c_int) -> io::Result<()> {
+    pub(crate) fn set(&self, fd: c_int) -> io::Result<()> {
         // SAFETY: the caller has just opened `fd`; a failure does not change it.
         let high = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR) };
         let fd = if high >= 0 {
@@ -52,7 +52,7 @@ impl Descriptor {
     }
 
     /// The number, if it still refers to the same file.
-    pub fn get(&self) -> Option<c_int> {
+    pub(crate) fn get(&self) -> Option<c_int> {
         let fd = self.fd.load(Ordering::Acquire);
         if fd < 0 {
             return None;
@@ -63,7 +63,7 @@ impl Descriptor {
 
     /// Closes the descriptor, unless the number belongs to another file now. Async-signal-safe, so
     /// a forked child may call it.
-    pub fn close(&self) {
+    pub(crate) fn close(&self) {
         if let Some(fd) = self.get() {
             close(fd);
         }
@@ -71,7 +71,7 @@ impl Descriptor {
     }
 }
 
-pub fn identity(fd: c_int) -> io::Result<(u64, u64)> {
+pub(crate) fn identity(fd: c_int) -> io::Result<(u64, u64)> {
     // SAFETY: an all-zero stat is a valid value of that plain structure.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: `stat` is valid for writing; a bad descriptor gives EBADF.
@@ -82,7 +82,7 @@ pub fn identity(fd: c_int) -> io::Result<(u64, u64)> {
 }
 
 /// Closes a descriptor that the caller owns.
-pub fn close(fd: c_int) {
+pub(crate) fn close(fd: c_int) {
     // SAFETY: the callers pass descriptors that they own.
     unsafe { libc::close(fd) };
 }
@@ -97,7 +97,7 @@ fn largest_file() -> u64 {
 
 /// Whether the process may map this many more bytes. Check it before an allocation, because an
 /// allocation that fails ends the process.
-pub fn may_map(bytes: usize) -> bool {
+pub(crate) fn may_map(bytes: usize) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
     // SAFETY: a new mapping at an address that the kernel chooses. Nothing refers to it, and it is
     // removed.
@@ -111,7 +111,7 @@ pub fn may_map(bytes: usize) -> bool {
 ///
 /// # Errors
 /// The system's error. No descriptor stays open then.
-pub fn shared_memory(bytes: usize) -> io::Result<(c_int, *mut c_void)> {
+pub(crate) fn shared_memory(bytes: usize) -> io::Result<(c_int, *mut c_void)> {
     if bytes as u64 > largest_file() {
         // The attempt would raise SIGXFSZ, which ends the host.
         return Err(io::Error::from_raw_os_error(libc::EFBIG));

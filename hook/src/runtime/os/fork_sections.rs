@@ -52,7 +52,7 @@ impl Drop for Section {
 
 /// Opens a descriptor, unless a thread is forking. Otherwise a child could inherit a descriptor
 /// that its state does not contain.
-pub fn open_outside_fork<R>(open: impl FnOnce() -> R) -> Option<R> {
+pub(crate) fn open_outside_fork<R>(open: impl FnOnce() -> R) -> Option<R> {
     let _section = Section::enter_outside_fork()?;
     Some(open())
 }
@@ -60,7 +60,7 @@ pub fn open_outside_fork<R>(open: impl FnOnce() -> R) -> Option<R> {
 /// Runs a section that holds a lock of the linker. The C library does not release each of them in a
 /// forked child, which then blocks in its next call of dlopen or dl_iterate_phdr. So a thread that
 /// forks waits for such sections, and they wait for it.
-pub fn in_linker<R>(section: impl FnOnce() -> R) -> R {
+pub(crate) fn in_linker<R>(section: impl FnOnce() -> R) -> R {
     let _section = Section::enter_outside_fork().unwrap_or_else(|| {
         wait_until(|| FORKING.load(Ordering::SeqCst) == 0);
         Section::enter(&SECTIONS)
@@ -71,7 +71,7 @@ pub fn in_linker<R>(section: impl FnOnce() -> R) -> R {
 /// Runs a section of the watcher that takes locks which the program's threads need too, such as
 /// that of the linker. A thread that waits for a lock makes a system call, which its filter may
 /// forbid. So under a filter the watcher runs no such section.
-pub fn in_watcher_unless_filtered<R>(section: impl FnOnce() -> R) -> Option<R> {
+pub(crate) fn in_watcher_unless_filtered<R>(section: impl FnOnce() -> R) -> Option<R> {
     let _section = Section::enter(&WATCHER_SECTIONS);
     fence(Ordering::SeqCst);
     seccomp::may_call().then(section)
@@ -79,7 +79,7 @@ pub fn in_watcher_unless_filtered<R>(section: impl FnOnce() -> R) -> Option<R> {
 
 /// Before a filter is installed, on the thread that installs it and which is under no filter yet.
 /// The hook has been told: see [`seccomp::begin_install`]. Waits for such sections of the watcher.
-pub fn wait_for_watcher() {
+pub(crate) fn wait_for_watcher() {
     fence(Ordering::SeqCst);
     let begun = Instant::now();
     while WATCHER_SECTIONS.load(Ordering::SeqCst) != 0 && begun.elapsed() < FILTER_PATIENCE {
@@ -88,18 +88,18 @@ pub fn wait_for_watcher() {
 }
 
 /// Before a fork, on its thread.
-pub fn begin_fork() {
+pub(crate) fn begin_fork() {
     FORKING.fetch_add(1, Ordering::SeqCst);
     wait_until(|| SECTIONS.load(Ordering::SeqCst) == 0);
 }
 
 /// After a fork, in the parent.
-pub fn end_fork() {
+pub(crate) fn end_fork() {
     FORKING.fetch_sub(1, Ordering::SeqCst);
 }
 
 /// In a forked child, in which no other thread is left.
-pub fn forget_parent() {
+pub(crate) fn forget_parent() {
     FORKING.store(0, Ordering::SeqCst);
     SECTIONS.store(0, Ordering::SeqCst);
 }

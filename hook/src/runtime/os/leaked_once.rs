@@ -5,24 +5,24 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 /// A value that is created once and never freed. When several threads need it at the same time,
 /// each creates one and the first is kept. No thread waits for another, because a forked child may
 /// not have the other thread.
-pub struct LeakedOnce<T: 'static>(AtomicPtr<T>);
+pub(crate) struct LeakedOnce<T: 'static>(AtomicPtr<T>);
 
 impl<T: Sync> LeakedOnce<T> {
     /// Without a value.
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         LeakedOnce(AtomicPtr::new(std::ptr::null_mut()))
     }
 
     /// The value, if it has been created.
     #[inline]
-    pub fn get(&self) -> Option<&'static T> {
+    pub(crate) fn get(&self) -> Option<&'static T> {
         // SAFETY: null, or a value that is never freed.
         unsafe { self.0.load(Ordering::Acquire).as_ref() }
     }
 
     /// The value, which is created if necessary.
     #[inline]
-    pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &'static T {
+    pub(crate) fn get_or_init(&self, make: impl FnOnce() -> T) -> &'static T {
         self.get().unwrap_or_else(|| self.init(make()))
     }
 

@@ -10,7 +10,7 @@ use super::descriptor::Descriptor;
 /// State that belongs to one process alone. The kernel clears this page in every forked child, even
 /// in a child of the bare system call, which runs no fork handler. A child of vfork shares it.
 #[repr(C, align(4096))]
-pub struct ProcessState {
+pub(crate) struct ProcessState {
     /// The recorder, once it has started; see `recorder::running`. It is untyped, because this file
     /// is below the recorder.
     pub recorder: AtomicPtr<c_void>,
@@ -32,7 +32,7 @@ pub struct ProcessState {
     pub quick_exit: AtomicI32,
 }
 
-pub static PROCESS: ProcessState = ProcessState {
+pub(crate) static PROCESS: ProcessState = ProcessState {
     recorder: AtomicPtr::new(std::ptr::null_mut()),
     ring_words: AtomicPtr::new(std::ptr::null_mut()),
     stage: AtomicU32::new(IDLE),
@@ -46,51 +46,51 @@ pub static PROCESS: ProcessState = ProcessState {
 
 impl ProcessState {
     /// The process has no recorder from now on.
-    pub fn forget_recorder(&self) {
+    pub(crate) fn forget_recorder(&self) {
         self.recorder.store(std::ptr::null_mut(), Ordering::Release);
         self.ring_words.store(std::ptr::null_mut(), Ordering::Release);
     }
 }
 
 /// The process that set the hook up last. A forked child inherits the value.
-pub static SET_UP_IN: AtomicI32 = AtomicI32::new(0);
+pub(crate) static SET_UP_IN: AtomicI32 = AtomicI32::new(0);
 
-pub static OFF: AtomicBool = AtomicBool::new(false);
+pub(crate) static OFF: AtomicBool = AtomicBool::new(false);
 
 /// The ring's memfd.
-pub static RING: Descriptor = Descriptor::none();
+pub(crate) static RING: Descriptor = Descriptor::none();
 
 /// The connection to the node collector, kept by the watcher.
-pub static CONNECTION: Descriptor = Descriptor::none();
+pub(crate) static CONNECTION: Descriptor = Descriptor::none();
 
-pub const IDLE: u32 = 0;
-pub const STARTING: u32 = 1;
-pub const FINAL_TURN_UNWANTED: u32 = 0;
-pub const FINAL_TURN_WANTED: u32 = 1;
-pub const FINAL_TURN_DONE: u32 = 2;
+pub(crate) const IDLE: u32 = 0;
+pub(crate) const STARTING: u32 = 1;
+pub(crate) const FINAL_TURN_UNWANTED: u32 = 0;
+pub(crate) const FINAL_TURN_WANTED: u32 = 1;
+pub(crate) const FINAL_TURN_DONE: u32 = 2;
 
 /// The pid of the process with the recorder, as a number that differs between processes.
-pub fn recorder_pid() -> i32 {
+pub(crate) fn recorder_pid() -> i32 {
     PROCESS.pid.load(Ordering::Relaxed)
 }
 
-pub fn pid() -> c_int {
+pub(crate) fn pid() -> c_int {
     // SAFETY: getpid takes nothing and cannot fail.
     unsafe { libc::getpid() }
 }
 
 /// Sets whether the watcher runs, so that other threads can wait for it.
-pub fn set_watched(watched: bool) {
+pub(crate) fn set_watched(watched: bool) {
     PROCESS.is_watched.store(watched, Ordering::Relaxed);
 }
 
 /// Whether the watcher runs.
-pub fn is_watched() -> bool {
+pub(crate) fn is_watched() -> bool {
     PROCESS.is_watched.load(Ordering::Relaxed)
 }
 
 /// Turns the hook off for the rest of this process.
-pub fn turn_off() {
+pub(crate) fn turn_off() {
     OFF.store(true, Ordering::Release);
     PROCESS.forget_recorder();
     CONNECTION.close();

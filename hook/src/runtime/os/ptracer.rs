@@ -35,17 +35,17 @@ static FIRST: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 type Prctl = unsafe extern "C" fn(c_int, c_ulong, c_ulong, c_ulong, c_ulong) -> c_int;
 
 /// Called when the library is loaded.
-pub fn find_first() {
+pub(crate) fn find_first() {
     FIRST.store(look_up(libc::RTLD_DEFAULT, c"prctl"), Ordering::Relaxed);
 }
 
 /// Records that the host sets its own permission.
-pub fn named_by_host() {
+pub(crate) fn named_by_host() {
     NAMED_BY_HOST.store(true, Ordering::Relaxed);
 }
 
 /// Permits the node collector to read this process and the children that it forks.
-pub fn allow(collector: i32) {
+pub(crate) fn allow(collector: i32) {
     if collector > 0 {
         COLLECTOR_PID.store(collector, Ordering::Relaxed);
         set(collector);
@@ -53,7 +53,7 @@ pub fn allow(collector: i32) {
 }
 
 /// Renews the permission in a forked child, which does not inherit it. Async-signal-safe.
-pub fn allow_in_child() {
+pub(crate) fn allow_in_child() {
     NAMED_BY_HOST.store(false, Ordering::Relaxed);
     let collector = COLLECTOR_PID.load(Ordering::Relaxed);
     if collector > 0 {
@@ -62,7 +62,7 @@ pub fn allow_in_child() {
 }
 
 /// Called when the library is loaded. Returns whether the launcher has named a collector.
-pub fn allow_from_environment() -> bool {
+pub(crate) fn allow_from_environment() -> bool {
     // SAFETY: a C string; while libraries are loaded no thread changes the environment.
     let value = unsafe { libc::getenv(c"XPU_TIMER_COLLECTOR_PID".as_ptr()) };
     if value.is_null() {
@@ -88,7 +88,7 @@ fn set(collector: i32) {
 }
 
 /// Calls prctl through `function`, or by the bare system call. Async-signal-safe.
-pub fn call(function: &AtomicPtr<c_void>, [option, second, third, fourth, fifth]: [c_ulong; 5]) -> c_int {
+pub(crate) fn call(function: &AtomicPtr<c_void>, [option, second, third, fourth, fifth]: [c_ulong; 5]) -> c_int {
     let function = function.load(Ordering::Relaxed);
     if function.is_null() {
         // SAFETY: the arguments come from a caller of prctl, or name a tracer, which is a number.

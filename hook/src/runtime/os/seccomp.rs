@@ -84,12 +84,12 @@ impl SeenFilters {
 
 /// Whether a thread of the program may make a system call for the hook.
 #[inline]
-pub fn may_call() -> bool {
+pub(crate) fn may_call() -> bool {
     known_filters() & filtered::PROGRAM == 0
 }
 
 /// Whether the watcher may make a system call.
-pub fn watcher_may_call() -> bool {
+pub(crate) fn watcher_may_call() -> bool {
     known_filters() & filtered::WATCHER == 0
 }
 
@@ -98,7 +98,7 @@ pub fn watcher_may_call() -> bool {
 /// program has forbidden itself the counter. Neither holds for the coarse clock. This function
 /// reads process memory only, because it is on the hot path.
 #[inline(always)]
-pub fn may_read_clock() -> bool {
+pub(crate) fn may_read_clock() -> bool {
     let seen = SEEN.bits();
     (seen == 0 || is_watchers_own(seen)) && !tsc::is_forbidden()
 }
@@ -128,69 +128,69 @@ fn known_filters() -> u32 {
 
 /// Stores the collector's report for a child that is about to be forked. The child inherits the
 /// filters but not the ring.
-pub fn remember_for_child() {
+pub(crate) fn remember_for_child() {
     known_filters();
 }
 
 /// The program that executed this one has installed filters, which this process inherits. No thread
 /// makes a system call from now on.
-pub fn set_inherited() {
+pub(crate) fn set_inherited() {
     SEEN.add(filtered::PROGRAM | filtered::WATCHER);
 }
 
 /// A call begins that installs a filter on all threads or on the calling one. The hook makes no
 /// system calls from now on.
-pub fn begin_install(on_all_threads: bool) {
+pub(crate) fn begin_install(on_all_threads: bool) {
     SEEN.begin(on_all_threads);
 }
 
 /// The call has returned.
-pub fn end_install(on_all_threads: bool, succeeded: bool) {
+pub(crate) fn end_install(on_all_threads: bool, succeeded: bool) {
     SEEN.end(on_all_threads, succeeded);
 }
 
 /// The filters that this process has seen, in the form of [`header::FILTERS_SEEN`].
-pub fn seen() -> u64 {
+pub(crate) fn seen() -> u64 {
     u64::from(SeenFilters::certain(SEEN.0.load(Ordering::Relaxed)))
 }
 
 /// The processor's time stamp counter. A program can forbid itself to read it.
-pub mod tsc {
+pub(crate) mod tsc {
     use std::{
         ffi::c_int,
         sync::atomic::{AtomicU64, Ordering},
     };
 
     /// Nanoseconds per 2^32 ticks of the counter. 0 while it is unknown, or [`FORBIDDEN`].
-    pub static RATE: AtomicU64 = AtomicU64::new(0);
+    pub(crate) static RATE: AtomicU64 = AtomicU64::new(0);
 
     /// Value of [`RATE`] when the program has forbidden itself to read the counter. A read would
     /// end the process.
-    pub const FORBIDDEN: u64 = u64::MAX;
+    pub(crate) const FORBIDDEN: u64 = u64::MAX;
 
     /// From now on nothing reads the counter or the exact clock, which reads it too.
     #[cold]
-    pub fn forbid() {
+    pub(crate) fn forbid() {
         RATE.store(FORBIDDEN, Ordering::Relaxed);
     }
 
     /// Whether the counter must not be read.
     #[inline]
-    pub fn is_forbidden() -> bool {
+    pub(crate) fn is_forbidden() -> bool {
         RATE.load(Ordering::Relaxed) == FORBIDDEN
     }
 
     /// The counter. It advances at a constant but unknown rate, and is several times cheaper to
     /// read than a clock.
     #[inline]
-    pub fn counter() -> u64 {
+    pub(crate) fn counter() -> u64 {
         // SAFETY: every x86-64 processor has it, and Linux lets programs read it.
         unsafe { core::arch::x86_64::_rdtsc() }
     }
 
     /// Whether a read of the counter ends the process because the program that executed this one
     /// forbade it.
-    pub fn kernel_forbids() -> bool {
+    pub(crate) fn kernel_forbids() -> bool {
         const GET_TSC: c_int = 25;
         const TSC_SIGSEGV: c_int = 2;
         let mut mode: c_int = 0;

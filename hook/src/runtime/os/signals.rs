@@ -38,7 +38,7 @@ const MOST_REPORTS: u32 = 3;
 const STACK_BYTES: usize = 64 << 10;
 
 /// The encoding of `HookMessage { fault }`.
-pub const FAULT: [u8; 2] = [0x32, 0x00];
+pub(crate) const FAULT: [u8; 2] = [0x32, 0x00];
 
 /// The actions that were there before, by the index in [`SIGNALS`].
 static PREVIOUS: [AtomicPtr<libc::sigaction>; SIGNALS.len()] =
@@ -55,7 +55,7 @@ static REPORTS: AtomicU32 = AtomicU32::new(0);
 static STACKS: [AtomicPtr<c_void>; lane::SLOTS] = [const { AtomicPtr::new(std::ptr::null_mut()) }; lane::SLOTS];
 
 /// Installs the handler once.
-pub fn install() {
+pub(crate) fn install() {
     if INSTALLED.swap(true, Ordering::AcqRel) {
         return;
     }
@@ -78,7 +78,7 @@ pub fn install() {
 }
 
 /// Gives the calling thread, the owner of this lane, an alternate stack if it has none.
-pub fn equip_thread(lane: usize) {
+pub(crate) fn equip_thread(lane: usize) {
     let Some(place) = STACKS.get(lane).filter(|_| INSTALLED.load(Ordering::Acquire)) else { return };
     // SAFETY: an all-zero stack_t is a valid value of that plain structure, and a valid place.
     let has_none = unsafe {

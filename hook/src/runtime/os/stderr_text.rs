@@ -14,17 +14,17 @@ use crate::runtime::os::{clock, process::PROCESS};
 static RING_WORDS: AtomicPtr<AtomicU64> = AtomicPtr::new(std::ptr::null_mut());
 
 /// Keeps the text in this ring from now on. `words` are never unmapped.
-pub fn keep_in(words: *mut AtomicU64) {
+pub(crate) fn keep_in(words: *mut AtomicU64) {
     RING_WORDS.store(words, Ordering::Release);
 }
 
 /// Whether texts are kept.
-pub fn is_kept() -> bool {
+pub(crate) fn is_kept() -> bool {
     !RING_WORDS.load(Ordering::Acquire).is_null()
 }
 
 /// Keeps the end of a text that the program has written.
-pub fn note(text: &[u8]) {
+pub(crate) fn note(text: &[u8]) {
     let words = RING_WORDS.load(Ordering::Acquire);
     if words.is_null() {
         return;
@@ -33,7 +33,7 @@ pub fn note(text: &[u8]) {
 }
 
 /// Keeps an exception that nobody caught. Those of forked children are not kept.
-pub fn note_uncaught(text: &[u8]) {
+pub(crate) fn note_uncaught(text: &[u8]) {
     let words = RING_WORDS.load(Ordering::Acquire);
     if !words.is_null() && !is_child() {
         add(words, stderr::UNCAUGHT, text);

@@ -13,12 +13,12 @@ use crate::runtime::os::{
 };
 
 /// Lets another thread run, if this one may make the system call.
-pub fn relax() {
+pub(crate) fn relax() {
     if seccomp::may_call() { std::thread::yield_now() } else { std::hint::spin_loop() }
 }
 
 /// Copies an environment variable.
-pub fn variable(name: &CStr) -> Option<Vec<u8>> {
+pub(crate) fn variable(name: &CStr) -> Option<Vec<u8>> {
     // SAFETY: a C string.
     let value = unsafe { libc::getenv(name.as_ptr()) };
     // SAFETY: getenv's string is terminated.
@@ -27,7 +27,7 @@ pub fn variable(name: &CStr) -> Option<Vec<u8>> {
 
 /// Reads the beginning of a file into `buffer` and returns its length. 0 if the file cannot be
 /// read.
-pub fn read_file(path: &CStr, buffer: &mut [u8]) -> usize {
+pub(crate) fn read_file(path: &CStr, buffer: &mut [u8]) -> usize {
     // SAFETY: a C string.
     let fd = unsafe { libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) };
     if fd < 0 {
@@ -41,7 +41,7 @@ pub fn read_file(path: &CStr, buffer: &mut [u8]) -> usize {
 
 /// The exit status of the process's first thread, if that has ended and the calling thread is the
 /// only one left.
-pub fn first_threads_status_when_alone() -> Option<c_int> {
+pub(crate) fn first_threads_status_when_alone() -> Option<c_int> {
     /// Links of a directory without subdirectories. `/proc/PID/task` has one more for each thread.
     const LINKS: u64 = 2;
     // SAFETY: an all-zero stat is a valid value of that plain structure.
@@ -72,7 +72,7 @@ fn status_of_zombie(stat: &[u8]) -> Option<c_int> {
 /// Ends the calling thread with a status, unless that is 0. When the first thread ended by the bare
 /// system call, the process's exit status is that of its last thread (since Linux 5.18). So the
 /// hook's thread must end with the program's status.
-pub fn end_thread_unless_success(status: c_int) {
+pub(crate) fn end_thread_unless_success(status: c_int) {
     if status != 0 {
         // SAFETY: no other thread is left that could notice what this one does not clean up.
         unsafe { libc::syscall(libc::SYS_exit, status) };
@@ -80,7 +80,7 @@ pub fn end_thread_unless_success(status: c_int) {
 }
 
 /// Whether a path names a regular file.
-pub fn is_regular(path: &CStr) -> bool {
+pub(crate) fn is_regular(path: &CStr) -> bool {
     // SAFETY: an all-zero stat is a valid value of that plain structure.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: a C string and a valid place.
@@ -92,7 +92,7 @@ pub fn is_regular(path: &CStr) -> bool {
 ///
 /// # Errors
 /// Those of [`read_memory`].
-pub fn word_at(address: usize) -> io::Result<usize> {
+pub(crate) fn word_at(address: usize) -> io::Result<usize> {
     let mut word = [0; size_of::<usize>()];
     read_memory(address, &mut word).map(|()| usize::from_ne_bytes(word))
 }
@@ -102,7 +102,7 @@ pub fn word_at(address: usize) -> io::Result<usize> {
 /// # Errors
 /// `EFAULT` when it is unmapped, also in part. Another error when the system or a filter forbids
 /// this kind of read.
-pub fn read_memory(address: usize, bytes: &mut [u8]) -> io::Result<()> {
+pub(crate) fn read_memory(address: usize, bytes: &mut [u8]) -> io::Result<()> {
     if !seccomp::may_call() {
         return Err(io::ErrorKind::PermissionDenied.into());
     }
@@ -117,7 +117,7 @@ pub fn read_memory(address: usize, bytes: &mut [u8]) -> io::Result<()> {
 }
 
 /// Whether the process has exactly one thread. False when that cannot be determined.
-pub fn is_alone() -> bool {
+pub(crate) fn is_alone() -> bool {
     // SAFETY: an all-zero stat is a valid value of that plain structure.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: a C string and a valid place.
@@ -128,7 +128,7 @@ pub fn is_alone() -> bool {
 
 impl ThreadState {
     /// The thread's id, cached. 0 if the thread may not make the system call.
-    pub fn tid(&self) -> u32 {
+    pub(crate) fn tid(&self) -> u32 {
         if self.tid.get() == 0 && seccomp::may_call() {
             self.tid.set(gettid());
         }
@@ -137,13 +137,13 @@ impl ThreadState {
 }
 
 /// The id of the calling thread.
-pub fn gettid() -> u32 {
+pub(crate) fn gettid() -> u32 {
     // SAFETY: gettid takes nothing and cannot fail.
     unsafe { libc::gettid() as u32 }
 }
 
 /// Whether this process has a thread with this id. True when that cannot be determined.
-pub fn is_thread(tid: u32) -> bool {
+pub(crate) fn is_thread(tid: u32) -> bool {
     if !seccomp::may_call() {
         return true;
     }

@@ -12,22 +12,22 @@
 use std::{cell::Cell, ffi::c_int};
 
 /// Executing a function of a collective library.
-pub const IN_COLLECTIVES: u8 = 1;
+pub(crate) const IN_COLLECTIVES: u8 = 1;
 
 /// Executing a function of the runtime API.
-pub const IN_RUNTIME: u8 = 2;
+pub(crate) const IN_RUNTIME: u8 = 2;
 
 /// Executing a function of the driver API.
-pub const IN_DRIVER: u8 = 4;
+pub(crate) const IN_DRIVER: u8 = 4;
 
 /// Executing a matrix product.
-pub const IN_BLAS: u8 = 16;
+pub(crate) const IN_BLAS: u8 = 16;
 
 /// Executing the hook's own code. Calls from it are not recorded.
-pub const IN_HOOK: u8 = 8;
+pub(crate) const IN_HOOK: u8 = 8;
 
 /// State of one thread.
-pub struct ThreadState {
+pub(crate) struct ThreadState {
     /// The `IN_*` bits.
     pub inside: Cell<u8>,
     /// The driver layer has seen a launch since the runtime call began.
@@ -85,14 +85,14 @@ pub struct ThreadState {
 }
 
 /// Size of [`ThreadState::comms`].
-pub const COMMS: usize = 16;
+pub(crate) const COMMS: usize = 16;
 
 /// Size of [`ThreadState::open_calls`].
-pub const OPEN_CALLS: usize = 8;
+pub(crate) const OPEN_CALLS: usize = 8;
 
 /// A call of a traced Python function that has not ended.
 #[derive(Debug, Clone, Copy)]
-pub struct OpenCall {
+pub(crate) struct OpenCall {
     /// Address of its code object.
     pub code: usize,
     /// When it began, CLOCK_MONOTONIC.
@@ -117,7 +117,7 @@ const _: () = assert!(align_of::<ThreadState>() <= 64);
 
 /// The calling thread's state.
 #[inline(always)]
-pub fn current() -> &'static ThreadState {
+pub(crate) fn current() -> &'static ThreadState {
     let state: *const ThreadState;
     // SAFETY: reads the thread pointer and an entry of the offset table, which never change in a
     // running thread.
@@ -137,14 +137,14 @@ pub fn current() -> &'static ThreadState {
 
 /// Calls a closure with the calling thread's state.
 #[inline]
-pub fn with<R>(use_it: impl FnOnce(&ThreadState) -> R) -> R {
+pub(crate) fn with<R>(use_it: impl FnOnce(&ThreadState) -> R) -> R {
     use_it(current())
 }
 
 impl ThreadState {
     /// The thread's errno. Its location is cached.
     #[inline(always)]
-    pub fn errno(&self) -> &'static Cell<c_int> {
+    pub(crate) fn errno(&self) -> &'static Cell<c_int> {
         match self.errno.get() {
             Some(errno) => errno,
             None => {
@@ -156,7 +156,7 @@ impl ThreadState {
     }
 
     /// Resets what belongs to the parent process. Called on the only thread of a forked child.
-    pub fn after_fork(&self) {
+    pub(crate) fn after_fork(&self) {
         self.tid.set(0);
         self.lane.set(0);
         self.open.set(0);
@@ -170,7 +170,7 @@ impl ThreadState {
 }
 
 /// Runs the hook's own code. Hooked functions that it calls go straight to their originals.
-pub fn in_hook<R>(code: impl FnOnce() -> R) -> R {
+pub(crate) fn in_hook<R>(code: impl FnOnce() -> R) -> R {
     struct Restore(u8);
     impl Drop for Restore {
         fn drop(&mut self) {
@@ -184,7 +184,7 @@ pub fn in_hook<R>(code: impl FnOnce() -> R) -> R {
 
 /// The calling thread's errno. The hook restores it before the host reads it.
 #[inline]
-pub fn errno() -> &'static Cell<c_int> {
+pub(crate) fn errno() -> &'static Cell<c_int> {
     // SAFETY: the location is valid while the thread lives, and only this thread uses it. The
     // reference does not leave the calling function, so it does not outlive the thread.
     unsafe { Cell::from_mut(&mut *libc::__errno_location()) }

@@ -16,7 +16,7 @@ static REQUESTED: AtomicU32 = AtomicU32::new(0);
 /// Wakes the watcher, if this thread may make the system call. While an earlier request is
 /// unanswered, this only reads one word.
 #[cold]
-pub fn wake_watcher() {
+pub(crate) fn wake_watcher() {
     if !seccomp::may_call() {
         return;
     }
@@ -29,14 +29,14 @@ pub fn wake_watcher() {
 }
 
 /// Sleeps until a request comes, at most for `pause`. Only the watcher calls it.
-pub fn wait(pause: Duration) {
+pub(crate) fn wait(pause: Duration) {
     futex_wait(&REQUESTED, 0, pause);
     REQUESTED.swap(0, Ordering::SeqCst);
 }
 
 /// Sleeps while the word has this value, at most for `pause`. May return early without a reason.
 /// Async-signal-safe.
-pub fn futex_wait(word: &AtomicU32, value: u32, pause: Duration) {
+pub(crate) fn futex_wait(word: &AtomicU32, value: u32, pause: Duration) {
     let time = libc::timespec {
         tv_sec: pause.as_secs() as libc::time_t,
         tv_nsec: libc::c_long::from(pause.subsec_nanos() as i32),
@@ -54,7 +54,7 @@ pub fn futex_wait(word: &AtomicU32, value: u32, pause: Duration) {
 }
 
 /// Wakes all threads that sleep on the word. Async-signal-safe.
-pub fn futex_wake(word: &AtomicU32) {
+pub(crate) fn futex_wake(word: &AtomicU32) {
     // SAFETY: the kernel uses only the address of the word.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX) };
 }

@@ -12,7 +12,7 @@ use crate::runtime::{
 
 /// Private side of an entry.
 #[derive(Default)]
-pub struct Entry {
+pub(crate) struct Entry {
     /// The library's handle while the communicator exists, else 0.
     pub handle: AtomicU64,
     /// [`FREE`], [`TAKEN`] or [`DEAD`].
@@ -28,10 +28,10 @@ pub struct Entry {
 
 const FREE: u32 = 0;
 const TAKEN: u32 = 1;
-pub const DEAD: u32 = 2;
+pub(crate) const DEAD: u32 = 2;
 
 /// All communicators of the process.
-pub struct CommunicatorTable {
+pub(crate) struct CommunicatorTable {
     pub entries: Box<[Entry]>,
     /// Entries from here on were never used.
     used: AtomicUsize,
@@ -39,12 +39,12 @@ pub struct CommunicatorTable {
 
 impl CommunicatorTable {
     /// An empty table.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         CommunicatorTable { entries: (0..comm::SLOTS).map(|_| Entry::default()).collect(), used: AtomicUsize::new(0) }
     }
 
     /// Number of entries that were ever used.
-    pub fn used(&self) -> usize {
+    pub(crate) fn used(&self) -> usize {
         self.used.load(Ordering::Acquire).min(comm::SLOTS)
     }
 
@@ -52,7 +52,7 @@ impl CommunicatorTable {
     /// tensor, pipeline and data parallelism has dozens of communicators, some programs have
     /// hundreds.
     #[inline]
-    pub fn find(&self, handle: usize) -> Option<usize> {
+    pub(crate) fn find(&self, handle: usize) -> Option<usize> {
         if handle == 0 {
             return None;
         }
@@ -70,7 +70,7 @@ impl CommunicatorTable {
         self.entries[index].handle.load(Ordering::Acquire) == handle as u64
     }
 
-    pub fn take(&self) -> Option<usize> {
+    pub(crate) fn take(&self) -> Option<usize> {
         let claim = |index: usize, from: u32| {
             let life = &self.entries[index].life;
             life.compare_exchange(from, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_ok().then_some(index)
@@ -86,7 +86,7 @@ impl CommunicatorTable {
 
 /// The identity of a communicator: a 64-bit hash that is the same on every machine and never 0:
 /// FNV-1a with the finalizer of MurmurHash3, because the high bits of FNV are weak for short input.
-pub fn hash(parts: &[&[u8]]) -> u64 {
+pub(crate) fn hash(parts: &[&[u8]]) -> u64 {
     let mut hash = 0xcbf2_9ce4_8422_2325u64;
     for byte in parts.iter().flat_map(|part| part.iter()) {
         hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
@@ -98,7 +98,7 @@ pub fn hash(parts: &[&[u8]]) -> u64 {
 }
 
 /// An identity that no other process has.
-pub fn local_id() -> u64 {
+pub(crate) fn local_id() -> u64 {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     hash(&[b"local", &clock::now_ns().to_le_bytes(), &process::recorder_pid().to_le_bytes(), &count.to_le_bytes()])

@@ -15,7 +15,7 @@ use crate::runtime::recorder::{Recorder, communicator_table::DEAD, operations::c
 
 /// A communicator as it is created.
 #[derive(Debug, Clone, Copy)]
-pub struct NewCommunicator {
+pub(crate) struct NewCommunicator {
     /// Identity, equal on all ranks.
     pub id: u64,
     /// Number of ranks, 0 while unknown.
@@ -36,13 +36,13 @@ impl Recorder {
     }
 
     /// A word of a communicator entry.
-    pub fn comm_word(&self, index: usize, word: usize) -> &'static AtomicU64 {
+    pub(crate) fn comm_word(&self, index: usize, word: usize) -> &'static AtomicU64 {
         &self.comm_entry(index)[word]
     }
 
     /// Publishes a communicator that is being created. `None` when the table is full, which is
     /// counted.
-    pub fn create_comm(&self, new: &NewCommunicator) -> Option<usize> {
+    pub(crate) fn create_comm(&self, new: &NewCommunicator) -> Option<usize> {
         let Some(index) = self.comms.take() else {
             self.count(header::OVERFLOWS);
             return None;
@@ -70,7 +70,7 @@ impl Recorder {
 
     /// Sets the handle that the library returned. Another communicator with this handle must have
     /// ended unseen.
-    pub fn set_comm_handle(&self, index: usize, handle: usize) {
+    pub(crate) fn set_comm_handle(&self, index: usize, handle: usize) {
         if let Some(gone) = self.comms.find(handle).filter(|found| *found != index) {
             self.retire_comm(gone);
         }
@@ -79,27 +79,27 @@ impl Recorder {
     }
 
     /// Whether the library has given a communicator its handle.
-    pub fn has_handle(&self, index: usize) -> bool {
+    pub(crate) fn has_handle(&self, index: usize) -> bool {
         self.comms.entries[index].handle.load(Ordering::Acquire) != 0
     }
 
     /// Sets the communicator of this process from which this one is created.
-    pub fn set_comm_parent(&self, index: usize, parent: usize) {
+    pub(crate) fn set_comm_parent(&self, index: usize, parent: usize) {
         self.comms.entries[index].parent.store(parent as u32 + 1, Ordering::Relaxed);
     }
 
     /// The communicator set by [`Recorder::set_comm_parent`].
-    pub fn comm_parent(&self, index: usize) -> Option<usize> {
+    pub(crate) fn comm_parent(&self, index: usize) -> Option<usize> {
         self.comms.entries[index].parent.load(Ordering::Relaxed).checked_sub(1).map(|parent| parent as usize)
     }
 
     /// Sets size and rank once they are known.
-    pub fn set_comm_size_rank(&self, index: usize, size: u32, rank: i32) {
+    pub(crate) fn set_comm_size_rank(&self, index: usize, size: u32, rank: i32) {
         self.comm_word(index, comm::SIZE_RANK).store(pack_halves(size, rank as u32), Ordering::Relaxed);
     }
 
     /// Changes the state.
-    pub fn set_comm_state(&self, index: usize, state: CommunicatorState) {
+    pub(crate) fn set_comm_state(&self, index: usize, state: CommunicatorState) {
         self.comms.entries[index].state.store(state as u32, Ordering::Release);
         let word = self.comm_word(index, comm::STATE_DEVICE);
         let device = word.load(Ordering::Relaxed) >> 32;
@@ -108,7 +108,7 @@ impl Recorder {
 
     /// Raises a counter of an operation's communicator to the operation's sequence number. Sends
     /// and receives have separate numbers.
-    pub fn raise_counter(&self, slot: usize, counter: usize) {
+    pub(crate) fn raise_counter(&self, slot: usize, counter: usize) {
         let words = self.ring.op(slot);
         let code = (words[op::WHAT].load(Ordering::Relaxed) >> 8) as u8;
         let counts = self.kind(slot) == OpKind::Collective
@@ -123,35 +123,35 @@ impl Recorder {
     }
 
     /// The state of a communicator.
-    pub fn comm_state(&self, index: usize) -> CommunicatorState {
+    pub(crate) fn comm_state(&self, index: usize) -> CommunicatorState {
         let state = self.comms.entries[index].state.load(Ordering::Acquire);
         CommunicatorState::try_from(state as i32).unwrap_or_default()
     }
 
     /// The handle is no longer valid. The entry stays readable until it is reused.
-    pub fn retire_comm(&self, index: usize) {
+    pub(crate) fn retire_comm(&self, index: usize) {
         let entry = &self.comms.entries[index];
         entry.handle.store(0, Ordering::Release);
         entry.life.store(DEAD, Ordering::Release);
     }
 
     /// This process's rank in a communicator, -1 while unknown.
-    pub fn comm_rank(&self, index: usize) -> i32 {
+    pub(crate) fn comm_rank(&self, index: usize) -> i32 {
         (self.comm_word(index, comm::SIZE_RANK).load(Ordering::Relaxed) >> 32) as i32
     }
 
     /// Identity of a communicator.
-    pub fn comm_id(&self, index: usize) -> u64 {
+    pub(crate) fn comm_id(&self, index: usize) -> u64 {
         self.comm_word(index, comm::ID).load(Ordering::Relaxed)
     }
 
     /// Number of the communicator's next split, from 0. Every rank splits it in the same order.
-    pub fn next_split(&self, index: usize) -> u32 {
+    pub(crate) fn next_split(&self, index: usize) -> u32 {
         self.comms.entries[index].splits.fetch_add(1, Ordering::Relaxed)
     }
 
     /// Adds an operation to those that wait for a nonblocking call of this communicator.
-    pub fn wait_for_comm(&self, index: usize, slot: usize) {
+    pub(crate) fn wait_for_comm(&self, index: usize, slot: usize) {
         let head = &self.comms.entries[index].waiting;
         let mut first = head.load(Ordering::Acquire);
         loop {
@@ -164,7 +164,7 @@ impl Recorder {
     }
 
     /// Takes the list of waiting operations.
-    pub fn take_waiting(&self, index: usize) -> u32 {
+    pub(crate) fn take_waiting(&self, index: usize) -> u32 {
         let head = &self.comms.entries[index].waiting;
         if head.load(Ordering::Relaxed) == 0 { 0 } else { head.swap(0, Ordering::AcqRel) }
     }

@@ -19,7 +19,7 @@ use crate::runtime::{
 };
 
 /// Begins an operation that a host thread executes. Its age counts from now.
-pub fn open(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> {
+pub(crate) fn open(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> {
     let slot = queue(recorder, what)?;
     mark_started(recorder, slot);
     Some(slot)
@@ -28,15 +28,15 @@ pub fn open(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> {
 /// The ranks of a job do not start at the same time: each must load its libraries, on a machine
 /// where the others do so too. So the timeout of the first collective call of all ranks begins this
 /// much later.
-pub const STARTUP_GRACE_NS: u64 = 10_000_000_000;
+pub(crate) const STARTUP_GRACE_NS: u64 = 10_000_000_000;
 
 /// Adds the startup grace to an operation that is the first rendezvous with the other ranks.
-pub fn grant_startup_grace(recorder: &'static Recorder, slot: usize) {
+pub(crate) fn grant_startup_grace(recorder: &'static Recorder, slot: usize) {
     recorder.slots[slot].since_ns.store(clock::now_ns() + STARTUP_GRACE_NS, Ordering::Relaxed);
 }
 
 /// Begins an operation that another host thread will execute. Its age counts from now.
-pub fn queue(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> {
+pub(crate) fn queue(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> {
     let slot = recorder.begin_unwatched(what)?;
     let cell = recorder.open_calls.put(slot, thread_state::with(|thread| thread.tid()));
     if cell == 0 {
@@ -47,7 +47,7 @@ pub fn queue(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> 
 }
 
 /// Begins an operation that the same call executes, and that ends with `leader`.
-pub fn follow(recorder: &'static Recorder, leader: usize, what: &NewOperation) {
+pub(crate) fn follow(recorder: &'static Recorder, leader: usize, what: &NewOperation) {
     let Some(slot) = recorder.begin_unwatched(what) else { return };
     mark_started(recorder, slot);
     let link = &recorder.slots[leader].follower;
@@ -56,13 +56,13 @@ pub fn follow(recorder: &'static Recorder, leader: usize, what: &NewOperation) {
 }
 
 /// Records that a host thread executes the operation now.
-pub fn mark_started(recorder: &'static Recorder, slot: usize) {
+pub(crate) fn mark_started(recorder: &'static Recorder, slot: usize) {
     recorder.ring.op(slot)[op::STARTED_NS].store(clock::now_ns(), Ordering::Relaxed);
     recorder.raise_counter(slot, comm::STARTED);
 }
 
 /// Ends an operation and its followers.
-pub fn close(recorder: &'static Recorder, leader: usize, status: OpStatus, error: u32) {
+pub(crate) fn close(recorder: &'static Recorder, leader: usize, status: OpStatus, error: u32) {
     if status == OpStatus::Completed {
         for slot in members(recorder, leader) {
             recorder.raise_counter(slot, comm::COMPLETED);
@@ -72,11 +72,11 @@ pub fn close(recorder: &'static Recorder, leader: usize, status: OpStatus, error
 }
 
 /// The host stops waiting for an operation and its followers, whose outcome is unknown.
-pub fn leave(recorder: &'static Recorder, leader: usize) {
+pub(crate) fn leave(recorder: &'static Recorder, leader: usize) {
     free(recorder, leader, OpStatus::Completed, 0);
 }
 
-pub fn free(recorder: &'static Recorder, leader: usize, status: OpStatus, error: u32) {
+pub(crate) fn free(recorder: &'static Recorder, leader: usize, status: OpStatus, error: u32) {
     let now = clock::now_ns();
     for slot in members(recorder, leader) {
         recorder.returned(slot, now);
@@ -89,7 +89,7 @@ pub fn free(recorder: &'static Recorder, leader: usize, status: OpStatus, error:
 }
 
 /// A call that may block and whose meaning is unknown. Only its name is recorded.
-pub fn named_host_call(recorder: &'static Recorder, name: &'static str) -> NewOperation {
+pub(crate) fn named_host_call(recorder: &'static Recorder, name: &'static str) -> NewOperation {
     NewOperation {
         seq: recorder.next_host_call(),
         function: recorder.name_key(name),
@@ -102,7 +102,7 @@ const KEY_BYTES: usize = (store_wait::WORDS - store_wait::TEXT) * 8;
 
 /// Records the keys that an open call waits for in a store: their number, and the first of them
 /// that fit, each ended by a zero byte.
-pub fn await_keys<'a>(recorder: &'static Recorder, slot: usize, keys: impl Iterator<Item = &'a [u8]>) {
+pub(crate) fn await_keys<'a>(recorder: &'static Recorder, slot: usize, keys: impl Iterator<Item = &'a [u8]>) {
     let Some(cell) = recorder.slots[slot].output.load(Ordering::Relaxed).checked_sub(1) else { return };
     let entry = recorder.ring.entry(offset::STORE_WAITS, cell, store_wait::WORDS);
     let mut bytes = [0; KEY_BYTES];
@@ -125,7 +125,7 @@ pub fn await_keys<'a>(recorder: &'static Recorder, slot: usize, keys: impl Itera
 }
 
 /// Sets the tag of a recorded operation that has none yet.
-pub fn set_first_tag(recorder: &'static Recorder, slot: usize, tag: u32) {
+pub(crate) fn set_first_tag(recorder: &'static Recorder, slot: usize, tag: u32) {
     let word = &recorder.ring.op(slot)[op::TAG];
     if word.load(Ordering::Relaxed) == 0 {
         word.store(pack_halves(tag, 1), Ordering::Relaxed);
@@ -133,11 +133,11 @@ pub fn set_first_tag(recorder: &'static Recorder, slot: usize, tag: u32) {
 }
 
 /// A thread that has not polled for this long has stopped polling.
-pub const POLLING_STOPPED_NS: u64 = 3_000_000_000;
+pub(crate) const POLLING_STOPPED_NS: u64 = 3_000_000_000;
 
 /// An operation that a thread polls for instead of blocking. Either its thread or the watcher takes
 /// the slot out and ends the operation.
-pub struct PolledOperation {
+pub(crate) struct PolledOperation {
     pub recorder: AtomicUsize,
     /// Slot plus one, 0 for a free entry.
     pub link: AtomicU32,
@@ -145,23 +145,23 @@ pub struct PolledOperation {
 }
 
 /// Number of polling threads that can be observed at the same time.
-pub static POLLED: [PolledOperation; 64] = [const {
+pub(crate) static POLLED: [PolledOperation; 64] = [const {
     PolledOperation { recorder: AtomicUsize::new(0), link: AtomicU32::new(0), polled_ns: AtomicU64::new(0) }
 }; 64];
 
 impl PolledOperation {
     /// Takes the slot out, if the entry still contains it.
-    pub fn take(&self, slot: usize) -> bool {
+    pub(crate) fn take(&self, slot: usize) -> bool {
         self.link.compare_exchange(slot as u32 + 1, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 }
 
 /// Distinguishes this process's recorder from that of the process that forked it.
-pub fn recorder_address(recorder: &'static Recorder) -> usize {
+pub(crate) fn recorder_address(recorder: &'static Recorder) -> usize {
     std::ptr::from_ref(recorder) as usize
 }
 
-pub fn publish_polled(recorder: &'static Recorder, slot: usize, now: u64) -> Option<(usize, usize)> {
+pub(crate) fn publish_polled(recorder: &'static Recorder, slot: usize, now: u64) -> Option<(usize, usize)> {
     for (place, open) in POLLED.iter().enumerate() {
         // An entry that is being filled has no recorder yet.
         if open.link.compare_exchange(0, slot as u32 + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
@@ -175,7 +175,7 @@ pub fn publish_polled(recorder: &'static Recorder, slot: usize, now: u64) -> Opt
 }
 
 /// Ends operations that no thread has polled for lately. Called by the watcher.
-pub fn expire_polled(recorder: &'static Recorder) {
+pub(crate) fn expire_polled(recorder: &'static Recorder) {
     let now = clock::now_ns();
     for open in &POLLED {
         let Some(slot) = open.link.load(Ordering::Acquire).checked_sub(1).map(|slot| slot as usize) else { continue };

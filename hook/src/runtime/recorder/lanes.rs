@@ -33,13 +33,13 @@ const ALLOCATION_SLOTS: usize = 8192;
 const ALLOCATION_PROBES: usize = 64;
 
 /// The sizes of allocations by their addresses.
-pub struct Allocations {
+pub(crate) struct Allocations {
     addresses: [AtomicU64; ALLOCATION_SLOTS],
     sizes: [AtomicU64; ALLOCATION_SLOTS],
 }
 
 /// Those of this process.
-pub static ALLOCATIONS: Allocations = Allocations {
+pub(crate) static ALLOCATIONS: Allocations = Allocations {
     addresses: [const { AtomicU64::new(0) }; ALLOCATION_SLOTS],
     sizes: [const { AtomicU64::new(0) }; ALLOCATION_SLOTS],
 };
@@ -67,7 +67,7 @@ impl Allocations {
     }
 
     /// Takes out an allocation that is about to be freed. Returns its size, if it is known.
-    pub fn take(&self, address: u64) -> Option<u64> {
+    pub(crate) fn take(&self, address: u64) -> Option<u64> {
         let mut places = Self::places(address).take_while(|place| self.addresses[*place].load(Ordering::Relaxed) != 0);
         let place = places.find(|place| self.addresses[*place].load(Ordering::Relaxed) == address)?;
         let bytes = self.sizes[place].load(Ordering::Relaxed);
@@ -80,7 +80,7 @@ impl Allocations {
 impl Recorder {
     /// Index of the calling thread's lane.
     #[inline(always)]
-    pub fn lane_of(&self, thread: &ThreadState) -> Option<usize> {
+    pub(crate) fn lane_of(&self, thread: &ThreadState) -> Option<usize> {
         match thread.lane.get() {
             0 => self.take_lane(thread),
             NONE => None,
@@ -90,7 +90,7 @@ impl Recorder {
 
     /// The words of a lane.
     #[inline]
-    pub fn lane_words(&self, lane: usize) -> &'static [AtomicU64] {
+    pub(crate) fn lane_words(&self, lane: usize) -> &'static [AtomicU64] {
         self.ring.entry(offset::LANES, lane, lane::WORDS)
     }
 
@@ -122,7 +122,7 @@ impl Recorder {
 
     /// Counts a call of a hooked function, by the index of its coverage entry.
     #[inline(always)]
-    pub fn called(&self, thread: &ThreadState, function: usize) {
+    pub(crate) fn called(&self, thread: &ThreadState, function: usize) {
         match self.lane_of(thread) {
             Some(lane) => add(&self.ring.entry(offset::LANE_CALLS, lane, lane::CALL_WORDS)[function], 1),
             None => {
@@ -133,7 +133,7 @@ impl Recorder {
     }
 
     /// Number of calls of a hooked function by all threads.
-    pub fn calls(&self, function: usize) -> u64 {
+    pub(crate) fn calls(&self, function: usize) -> u64 {
         let shared =
             self.ring.entry(offset::COVERAGE, function, coverage::WORDS)[coverage::CALLS].load(Ordering::Relaxed);
         let lanes = (0..lane::SLOTS)
@@ -143,7 +143,7 @@ impl Recorder {
 
     /// Counts a launch: [`header::KERNELS`] or [`header::GRAPHS`].
     #[inline(always)]
-    pub fn launched(&self, thread: &ThreadState, counter: usize, now_ns: u64) {
+    pub(crate) fn launched(&self, thread: &ThreadState, counter: usize, now_ns: u64) {
         match self.lane_of(thread) {
             Some(lane) => {
                 let words = self.lane_words(lane);
@@ -159,7 +159,7 @@ impl Recorder {
 
     /// Counts a collective that a device executes.
     #[inline]
-    pub fn launched_collective(&self) {
+    pub(crate) fn launched_collective(&self) {
         match self.lane_of(thread_state::current()) {
             Some(lane) => add(&self.lane_words(lane)[lane::COLLECTIVES], 1),
             None => self.count(header::COLLECTIVES),
@@ -168,7 +168,7 @@ impl Recorder {
 
     /// Takes back a count of [`Recorder::launched_collective`].
     #[cold]
-    pub fn withdrew_collective(&self) {
+    pub(crate) fn withdrew_collective(&self) {
         match self.lane_of(thread_state::current()) {
             Some(lane) => add(&self.lane_words(lane)[lane::COLLECTIVES], u64::MAX),
             None => {
@@ -180,7 +180,7 @@ impl Recorder {
     /// Counts a kernel or graph on a stream. Nothing else is kept of most launches. Returns whether
     /// the kernel communicates with other ranks by itself.
     #[inline(always)]
-    pub fn on_stream(&self, thread: &ThreadState, stream_handle: usize, function: u64, now_ns: u64) -> bool {
+    pub(crate) fn on_stream(&self, thread: &ThreadState, stream_handle: usize, function: u64, now_ns: u64) -> bool {
         let Some(lane) = self.lane_of(thread) else {
             self.on_shared_stream(stream_handle, function, now_ns);
             return false;
@@ -251,7 +251,7 @@ impl Recorder {
     }
 
     /// Counts a copy in one of the directions of [`lane::COPY_KINDS`].
-    pub fn copied(&self, kind: usize, bytes: u64) {
+    pub(crate) fn copied(&self, kind: usize, bytes: u64) {
         let lane = self.lane_of(thread_state::current());
         if let Some(lane) = lane {
             let words = self.lane_words(lane);
@@ -264,14 +264,14 @@ impl Recorder {
 
     /// Records activity on the device: a copy, a memset, or the end of a synchronization.
     #[inline]
-    pub fn active(&self) {
+    pub(crate) fn active(&self) {
         let lane = self.lane_of(thread_state::current());
         self.last_launch(lane).store(clock::coarse_now_ns(), Ordering::Relaxed);
     }
 
     /// The word with the time of the last launch, for a thread with or without a lane.
     #[inline(always)]
-    pub fn last_launch(&self, lane: Option<usize>) -> &AtomicU64 {
+    pub(crate) fn last_launch(&self, lane: Option<usize>) -> &AtomicU64 {
         match lane {
             Some(lane) => &self.lane_words(lane)[lane::LAST_LAUNCH_NS],
             None => self.ring.header(header::LAST_LAUNCH_NS),
@@ -279,7 +279,7 @@ impl Recorder {
     }
 
     /// Counts device memory that was allocated at an address.
-    pub fn device_allocated(&self, address: u64, bytes: u64) {
+    pub(crate) fn device_allocated(&self, address: u64, bytes: u64) {
         // The free of an earlier allocation there was not seen.
         self.device_freed(ALLOCATIONS.take(address).unwrap_or(0));
         if ALLOCATIONS.put(address, bytes) {
@@ -290,7 +290,7 @@ impl Recorder {
     }
 
     /// Counts device memory that was freed.
-    pub fn device_freed(&self, bytes: u64) {
+    pub(crate) fn device_freed(&self, bytes: u64) {
         if bytes != 0
             && let Some(lane) = self.lane_of(thread_state::current())
         {
@@ -299,18 +299,18 @@ impl Recorder {
     }
 
     /// Time of the newest launch of all threads.
-    pub fn newest_launch_ns(&self) -> u64 {
+    pub(crate) fn newest_launch_ns(&self) -> u64 {
         let lanes = (0..self.lanes_in_use()).map(Some).chain([None]);
         lanes.map(|lane| self.last_launch(lane).load(Ordering::Relaxed)).max().unwrap_or(0)
     }
 
     /// Number of lanes up to the last one in use.
-    pub fn lanes_in_use(&self) -> usize {
+    pub(crate) fn lanes_in_use(&self) -> usize {
         self.shared.lanes.load(Ordering::Acquire)
     }
 
     /// Counts allocated memory.
-    pub fn allocated(&self, bytes: u64) {
+    pub(crate) fn allocated(&self, bytes: u64) {
         if let Some(lane) = self.lane_of(thread_state::current()) {
             add(&self.lane_words(lane)[lane::ALLOCATED_BYTES], bytes);
         }
@@ -319,7 +319,7 @@ impl Recorder {
     /// Counts a kernel or graph on a stream, for a thread that has no room for the stream in its
     /// lane.
     #[cold]
-    pub fn on_shared_stream(&self, stream_handle: usize, function: u64, now_ns: u64) {
+    pub(crate) fn on_shared_stream(&self, stream_handle: usize, function: u64, now_ns: u64) {
         let key = stream_handle as u64 + 1;
         let mut index = home_slot::<{ stream::SLOTS }>(key);
         for _ in 0..stream::SLOTS {

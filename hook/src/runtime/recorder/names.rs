@@ -18,7 +18,7 @@ impl Recorder {
     /// Makes sure that the table contains a kernel's name. It is requested on the launching thread,
     /// while the handle is certainly valid: the module may be unloaded before the watcher runs.
     /// Returns whether this is the kernel's first launch.
-    pub fn see_function(&self, function: u64) -> bool {
+    pub(crate) fn see_function(&self, function: u64) -> bool {
         let is_new = self.is_new(function);
         if is_new && let Some(name) = name_of(function) {
             ATTENTION.see(function, name.as_bytes());
@@ -34,7 +34,7 @@ impl Recorder {
     }
 
     /// Adds the name of a key. Called once per key.
-    pub fn add_name(&self, function: u64, text: &[u8]) {
+    pub(crate) fn add_name(&self, function: u64, text: &[u8]) {
         let index = self.shared.names.fetch_add(1, Ordering::Relaxed);
         if index >= name::SLOTS {
             self.shared.names.store(name::SLOTS, Ordering::Relaxed);
@@ -47,7 +47,7 @@ impl Recorder {
     }
 
     /// The key of a function of the host's API, which is the address of its static name.
-    pub fn name_key(&self, text: &'static str) -> u64 {
+    pub(crate) fn name_key(&self, text: &'static str) -> u64 {
         let key = text.as_ptr() as u64;
         if self.is_new(key) {
             self.add_name(key, text.as_bytes());
@@ -55,13 +55,13 @@ impl Recorder {
         key
     }
 
-    pub fn names(&self) -> impl Iterator<Item = &'static [AtomicU64]> {
+    pub(crate) fn names(&self) -> impl Iterator<Item = &'static [AtomicU64]> {
         let entries = 0..self.shared.names.load(Ordering::Relaxed).min(name::SLOTS);
         entries.map(|index| self.ring.entry(offset::NAMES, index, name::WORDS))
     }
 
     /// Whether the table contains a matching name.
-    pub fn any_name(&self, is_it: impl Fn(&str) -> bool) -> bool {
+    pub(crate) fn any_name(&self, is_it: impl Fn(&str) -> bool) -> bool {
         self.names().any(|entry| is_it(&name_in(entry)))
     }
 }
@@ -89,7 +89,7 @@ pub(super) fn is_first(seen: &[AtomicU64], key: u64) -> bool {
 }
 
 /// The text of an entry.
-pub fn name_in(entry: &[AtomicU64]) -> String {
+pub(crate) fn name_in(entry: &[AtomicU64]) -> String {
     let words = entry[name::TEXT..].iter().map(|word| word.load(Ordering::Relaxed));
     let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).take_while(|byte| *byte != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
@@ -109,7 +109,7 @@ const ATTENTION_KERNELS: usize = 64;
 
 /// A kernel of flash attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct AttentionKernel {
+pub(crate) struct AttentionKernel {
     /// It computes gradients.
     pub is_backward: bool,
     /// Its element type is bfloat16, else float16.
@@ -118,13 +118,13 @@ pub struct AttentionKernel {
 
 /// The kernels of flash attention by their handles, which are addresses. The low bits of an entry
 /// say what kind of kernel it is.
-pub struct AttentionKernels {
+pub(crate) struct AttentionKernels {
     entries: [AtomicU64; ATTENTION_KERNELS],
     used: AtomicUsize,
 }
 
 /// Those of this process.
-pub static ATTENTION: AttentionKernels = AttentionKernels::new();
+pub(crate) static ATTENTION: AttentionKernels = AttentionKernels::new();
 
 impl AttentionKernels {
     const BACKWARD: u64 = 1;
@@ -153,7 +153,7 @@ impl AttentionKernels {
 
     /// The kernel with this handle, if it is one of flash attention.
     #[inline]
-    pub fn find(&self, function: u64) -> Option<AttentionKernel> {
+    pub(crate) fn find(&self, function: u64) -> Option<AttentionKernel> {
         let used = self.used.load(Ordering::Relaxed);
         if used == 0 { None } else { self.search(function, used) }
     }

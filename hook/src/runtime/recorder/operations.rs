@@ -39,7 +39,7 @@ const GROUPS: u64 = 64;
 
 impl Recorder {
     /// The number of a new group, which is unique in this process and not 0.
-    pub fn next_group(&self, thread: &ThreadState) -> u64 {
+    pub(crate) fn next_group(&self, thread: &ThreadState) -> u64 {
         if thread.groups_left.get() == 0 {
             thread.next_group.set(self.shared.groups.fetch_add(GROUPS, Ordering::Relaxed) + 1);
             thread.groups_left.set(GROUPS as u32);
@@ -88,14 +88,14 @@ impl Recorder {
     }
 
     /// The number of a new host call, from 1.
-    pub fn next_host_call(&self) -> u64 {
+    pub(crate) fn next_host_call(&self) -> u64 {
         self.shared.host_calls.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// Claims a slot and publishes the operation as pending. `None` when the slot's previous
     /// operation is still pending, which is counted. The age counts from now. The watcher frees the
     /// slot, and is woken when many slots are in use.
-    pub fn begin(&self, what: &NewOperation) -> Option<usize> {
+    pub(crate) fn begin(&self, what: &NewOperation) -> Option<usize> {
         let slot = self.begin_unwatched(what);
         if slot.is_none_or(|slot| slot % SLOTS_PER_WAKEUP == 0) {
             self.wake_watcher_if_late();
@@ -114,7 +114,7 @@ impl Recorder {
     }
 
     /// Like [`Recorder::begin`], for an operation whose slot a host thread frees.
-    pub fn begin_unwatched(&self, what: &NewOperation) -> Option<usize> {
+    pub(crate) fn begin_unwatched(&self, what: &NewOperation) -> Option<usize> {
         let thread = thread_state::current();
         let now = clock::burst_now_ns(thread);
         let lane = self.lane_of(thread);
@@ -165,7 +165,7 @@ impl Recorder {
     }
 
     /// Records the launch configuration of a kernel. Other operations have none.
-    pub fn set_launch_config(&self, index: usize, grid: [u32; 3], block: [u32; 3]) {
+    pub(crate) fn set_launch_config(&self, index: usize, grid: [u32; 3], block: [u32; 3]) {
         let words = self.ring.op(index);
         if self.op(index) == Op::Kernel {
             words[launch::GRID].store(pack_dimensions(grid), Ordering::Relaxed);
@@ -174,7 +174,7 @@ impl Recorder {
     }
 
     /// Records the size of the first kernel of a collective.
-    pub fn set_channels(&self, index: usize, blocks: u32, threads: u32) {
+    pub(crate) fn set_channels(&self, index: usize, blocks: u32, threads: u32) {
         let word = &self.ring.op(index)[op::PEER];
         // Only the launching thread writes this word.
         let peer = word.load(Ordering::Relaxed);
@@ -184,44 +184,44 @@ impl Recorder {
     }
 
     /// Hands an open slot to the watcher.
-    pub fn hand_over(&self, index: usize) {
+    pub(crate) fn hand_over(&self, index: usize) {
         let slot = &self.slots[index];
         slot.become_state(state::OPEN);
         self.handoff_of(index).push(&self.slots, index);
     }
 
     /// The exchanges with all threads that have launched anything, including those without a lane.
-    pub fn handoffs_in_use(&self) -> impl Iterator<Item = &Handoff> {
+    pub(crate) fn handoffs_in_use(&self) -> impl Iterator<Item = &Handoff> {
         let (without, lanes) = self.handoffs.split_last().expect("there is one more than lanes");
         lanes[..self.lanes_in_use()].iter().chain([without])
     }
 
     /// The exchange with the thread that launched a slot's operation.
-    pub fn handoff_of(&self, index: usize) -> &Handoff {
+    pub(crate) fn handoff_of(&self, index: usize) -> &Handoff {
         &self.handoffs[usize::from(self.slots[index].lane.load(Ordering::Relaxed))]
     }
 
     /// Records that the host has left the call.
-    pub fn returned(&self, index: usize, now_ns: u64) {
+    pub(crate) fn returned(&self, index: usize, now_ns: u64) {
         self.ring.op(index)[op::RETURNED_NS].store(now_ns, Ordering::Relaxed);
     }
 
     /// Ends an operation with a status that the host determined. `completed_ns` is 0 when the time
     /// is unknown. The watcher frees the slot.
-    pub fn close(&self, index: usize, status: OpStatus, error: u32, completed_ns: u64) {
+    pub(crate) fn close(&self, index: usize, status: OpStatus, error: u32, completed_ns: u64) {
         self.settle(index, status, error, completed_ns);
         self.slots[index].become_state(state::CLOSED);
     }
 
     /// Writes the status of an operation that has ended.
-    pub fn settle(&self, index: usize, status: OpStatus, error: u32, completed_ns: u64) {
+    pub(crate) fn settle(&self, index: usize, status: OpStatus, error: u32, completed_ns: u64) {
         let words = self.ring.op(index);
         words[op::COMPLETED_NS].store(completed_ns, Ordering::Relaxed);
         words[op::STATUS].store(pack_halves(status as u32, error), Ordering::Release);
     }
 
     /// The operation as a message.
-    pub fn operation(&self, index: usize) -> xpu_timer_proto::v1::Operation {
+    pub(crate) fn operation(&self, index: usize) -> xpu_timer_proto::v1::Operation {
         let words = std::array::from_fn(|word| self.ring.op(index)[word].load(Ordering::Acquire));
         let function: u64 = words[op::FUNCTION];
         let text = self
@@ -234,26 +234,26 @@ impl Recorder {
 
 impl Recorder {
     /// The kind of an operation.
-    pub fn kind(&self, slot: usize) -> OpKind {
+    pub(crate) fn kind(&self, slot: usize) -> OpKind {
         let what = self.ring.op(slot)[op::WHAT].load(Ordering::Relaxed);
         OpKind::try_from((what & 0xff) as i32).unwrap_or_default()
     }
 
     /// What an operation does.
-    pub fn op(&self, slot: usize) -> Op {
+    pub(crate) fn op(&self, slot: usize) -> Op {
         let what = self.ring.op(slot)[op::WHAT].load(Ordering::Relaxed);
         Op::try_from(((what >> 8) & 0xff) as i32).unwrap_or_default()
     }
 }
 
 /// The communicator of an operation.
-pub fn comm_of(recorder: &Recorder, index: usize) -> Option<usize> {
+pub(crate) fn comm_of(recorder: &Recorder, index: usize) -> Option<usize> {
     recorder.slots[index].comm.load(Ordering::Relaxed).checked_sub(1).map(usize::from)
 }
 
 /// Ends an operation and its followers with a status that the host determined. Followers first,
 /// because the watcher frees them all together with the leader.
-pub fn close_all(recorder: &'static Recorder, index: usize, status: OpStatus, error: u32, now_ns: u64) {
+pub(crate) fn close_all(recorder: &'static Recorder, index: usize, status: OpStatus, error: u32, now_ns: u64) {
     for member in members(recorder, index).skip(1) {
         recorder.settle(member, status, error, now_ns);
     }
@@ -261,20 +261,20 @@ pub fn close_all(recorder: &'static Recorder, index: usize, status: OpStatus, er
 }
 
 /// Adds an operation to those that the events of `leader` bracket.
-pub fn follow(recorder: &'static Recorder, leader: usize, index: usize) {
+pub(crate) fn follow(recorder: &'static Recorder, leader: usize, index: usize) {
     let behind = recorder.slots[leader].follower.swap(index as u32 + 1, Ordering::Relaxed);
     recorder.slots[index].follower.store(behind, Ordering::Relaxed);
 }
 
 /// The slots that the events of `index` bracket, `index` first. Must not be called once the watcher
 /// may free them.
-pub fn members(recorder: &'static Recorder, index: usize) -> impl Iterator<Item = usize> {
+pub(crate) fn members(recorder: &'static Recorder, index: usize) -> impl Iterator<Item = usize> {
     chain(recorder, index as u32 + 1, |recorder, slot| recorder.slots[slot].follower.load(Ordering::Relaxed))
 }
 
 /// Follows a chain of slots whose links are slot numbers plus one. Each link is read before its
 /// slot is returned, so the caller may give the slot away.
-pub fn chain(
+pub(crate) fn chain(
     recorder: &'static Recorder,
     first: u32,
     next: impl Fn(&Recorder, usize) -> u32,
@@ -290,7 +290,7 @@ pub fn chain(
 
 /// The status of an operation whose end event is complete. After an abort the kernel has ended, but
 /// it did not do its work.
-pub fn completed_status(recorder: &Recorder, index: usize) -> OpStatus {
+pub(crate) fn completed_status(recorder: &Recorder, index: usize) -> OpStatus {
     match comm_of(recorder, index).map(|comm| recorder.comm_state(comm)) {
         Some(CommunicatorState::Aborted) => OpStatus::Aborted,
         _ => OpStatus::Completed,

@@ -30,7 +30,7 @@ const FRAME_BYTES: usize = 192;
 impl Recorder {
     /// Starts to look at launches once the collector has said where the frames are. Called by the
     /// watcher in each turn if stacks are wanted.
-    pub fn start_stacks(&self, launches: u32) {
+    pub(crate) fn start_stacks(&self, launches: u32) {
         let stacks = &self.stacks;
         if stacks.is_started.load(Ordering::Relaxed) {
             return;

@@ -26,14 +26,14 @@ const PLACES: usize = span::function::SLOTS * 2;
 
 /// The traced code objects and the indexes of their functions. An entry is never removed: the hook
 /// holds a reference to the code object, so its address stays its own.
-pub struct Codes {
+pub(crate) struct Codes {
     codes: [AtomicUsize; PLACES],
     functions: [AtomicUsize; PLACES],
     used: AtomicUsize,
 }
 
 /// Those of this process.
-pub static CODES: Codes = Codes::new();
+pub(crate) static CODES: Codes = Codes::new();
 
 impl Codes {
     const fn new() -> Self {
@@ -45,7 +45,7 @@ impl Codes {
     }
 
     /// Adds a code object. Returns false if it is there or the table is full.
-    pub fn add(&self, code: usize, function: usize) -> bool {
+    pub(crate) fn add(&self, code: usize, function: usize) -> bool {
         if self.find(code).is_some() || self.used.fetch_add(1, Ordering::Relaxed) >= span::function::SLOTS {
             return false;
         }
@@ -76,7 +76,7 @@ impl Codes {
 
 /// A traced function begins, or continues: a generator has a span for each item.
 #[inline]
-pub fn began(code: Reference) {
+pub(crate) fn began(code: Reference) {
     let thread = thread_state::current();
     let depth = thread.open_call_count.get();
     if let Some(place) = thread.open_calls.get(depth as usize) {
@@ -87,7 +87,7 @@ pub fn began(code: Reference) {
 
 /// A generator continues with an exception. It may be one that is not traced.
 #[inline]
-pub fn thrown_into(code: Reference) {
+pub(crate) fn thrown_into(code: Reference) {
     if CODES.find(code as usize).is_some() {
         began(code);
     }
@@ -95,7 +95,7 @@ pub fn thrown_into(code: Reference) {
 
 /// A function returns or yields, or an exception leaves it. It may be one that is not traced.
 #[inline]
-pub fn ended(code: Reference) {
+pub(crate) fn ended(code: Reference) {
     let thread = thread_state::current();
     if thread.open_call_count.get() != 0
         && let Some(function) = CODES.find(code as usize)
@@ -136,12 +136,12 @@ fn record(thread: &ThreadState, function: usize, began_ns: u64, collection: [u64
 static COLLECTING_SINCE_NS: AtomicU64 = AtomicU64::new(0);
 
 /// A garbage collection begins.
-pub fn collection_began() {
+pub(crate) fn collection_began() {
     COLLECTING_SINCE_NS.store(clock::burst_now_ns(thread_state::current()), Ordering::Relaxed);
 }
 
 /// A garbage collection ends.
-pub fn collection_ended(function: usize, generation: u64, collected: u32, uncollectable: u32) {
+pub(crate) fn collection_ended(function: usize, generation: u64, collected: u32, uncollectable: u32) {
     let began_ns = COLLECTING_SINCE_NS.swap(0, Ordering::Relaxed);
     if began_ns != 0 {
         let collection = [generation + 1, pack_halves(collected, uncollectable)];
@@ -170,7 +170,7 @@ impl Recorder {
     }
 
     /// Writes the names of the traced functions, in the order of their indexes.
-    pub fn name_traced_functions<'a>(&self, names: impl Iterator<Item = &'a str>) {
+    pub(crate) fn name_traced_functions<'a>(&self, names: impl Iterator<Item = &'a str>) {
         for (index, name) in names.take(span::function::SLOTS).enumerate() {
             let entry = self.ring.entry(offset::TRACED, index, span::function::WORDS);
             let room = (span::function::WORDS - span::function::NAME) * 8;
@@ -183,7 +183,7 @@ impl Recorder {
 
 /// Runs a part of the hook that the interpreter calls. The program's errno stays.
 #[inline]
-pub fn in_callback(part: impl FnOnce()) {
+pub(crate) fn in_callback(part: impl FnOnce()) {
     let errno = thread_state::current().errno();
     let saved = errno.get();
     guarded(part);

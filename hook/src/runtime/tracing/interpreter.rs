@@ -14,23 +14,23 @@ use crate::runtime::{
 
 /// An object of the interpreter.
 #[repr(C)]
-pub struct PyObject {
+pub(crate) struct PyObject {
     _private: [u8; 0],
 }
 
 /// A borrowed or new reference; null for none.
-pub type Reference = *mut PyObject;
+pub(crate) type Reference = *mut PyObject;
 
 /// A native function as the interpreter calls it: itself, its arguments and their number.
-pub type Native = unsafe extern "C" fn(Reference, *const Reference, isize) -> Reference;
+pub(crate) type Native = unsafe extern "C" fn(Reference, *const Reference, isize) -> Reference;
 
 /// A native function whose arguments are passed on: an object that it was made with, the tuple of
 /// the arguments, and the dictionary of those with names, which may be null.
-pub type PassesOn = unsafe extern "C" fn(Reference, Reference, Reference) -> Reference;
+pub(crate) type PassesOn = unsafe extern "C" fn(Reference, Reference, Reference) -> Reference;
 
 /// `PyMethodDef`, whose layout is part of the stable ABI.
 #[repr(C)]
-pub struct Method {
+pub(crate) struct Method {
     pub name: *const c_char,
     pub function: Native,
     pub flags: c_int,
@@ -42,12 +42,12 @@ unsafe impl Sync for Method {}
 
 impl Method {
     /// A function that takes no names of arguments.
-    pub const fn new(name: &'static CStr, function: Native) -> Self {
+    pub(crate) const fn new(name: &'static CStr, function: Native) -> Self {
         Method { name: name.as_ptr(), function, flags: FASTCALL, doc: std::ptr::null() }
     }
 
     /// A function that takes any arguments.
-    pub const fn passes_on(name: &'static CStr, function: PassesOn) -> Self {
+    pub(crate) const fn passes_on(name: &'static CStr, function: PassesOn) -> Self {
         // SAFETY: the flags tell the interpreter which type the function has.
         let function = unsafe { std::mem::transmute::<PassesOn, Native>(function) };
         Method { flags: VARARGS | KEYWORDS, ..Method::new(name, function) }
@@ -65,15 +65,15 @@ const IS_TYPE: std::ffi::c_ulong = 1 << 31;
 const FINISHING: usize = 600;
 
 /// The interpreter of this process, once it was found.
-pub static API: LeakedOnce<Api> = LeakedOnce::new();
+pub(crate) static API: LeakedOnce<Api> = LeakedOnce::new();
 
 macro_rules! api {
     ($($(#[$attribute:meta])* $field:ident = $name:literal: $type:ty;)*) => {
         /// The functions.
-        pub struct Api {
-            $($(#[$attribute])* pub $field: $type,)*
+        pub(crate) struct Api {
+            $($(#[$attribute])* pub(crate) $field: $type,)*
             /// Its code checks assertions.
-            pub has_assertions: bool,
+            pub(crate) has_assertions: bool,
             /// Address of its variables, if it exports them.
             runtime: Option<usize>,
         }
@@ -128,7 +128,7 @@ api! {
 }
 
 /// A reference that is owned, and not null.
-pub struct Owned(pub Reference, &'static Api);
+pub(crate) struct Owned(pub Reference, &'static Api);
 
 impl Drop for Owned {
     fn drop(&mut self) {
@@ -139,7 +139,7 @@ impl Drop for Owned {
 
 impl Owned {
     /// Gives the reference away: it is never released.
-    pub fn leak(self) -> Reference {
+    pub(crate) fn leak(self) -> Reference {
         let reference = self.0;
         std::mem::forget(self);
         reference
@@ -148,7 +148,7 @@ impl Owned {
 
 /// The interpreter of this process, if an object exports its functions. An interpreter whose
 /// symbols are local to its library is found too.
-pub fn find() -> Option<Api> {
+pub(crate) fn find() -> Option<Api> {
     unsafe extern "C" fn search(_: *mut libc::dl_phdr_info, _: usize, found: *mut c_void) -> c_int {
         // SAFETY: the place that was passed below.
         unsafe { *found.cast::<Option<Api>>() = guarded(find_in_list).flatten() };
@@ -179,7 +179,7 @@ fn find_in_list() -> Option<Api> {
 /// The functions below need the GIL. They leave no exception behind, and return `None` instead.
 impl Api {
     /// Its version: `(3, 12)`.
-    pub fn version(&self) -> (u32, u32) {
+    pub(crate) fn version(&self) -> (u32, u32) {
         // SAFETY: a static string, which needs no GIL.
         let text = unsafe { CStr::from_ptr((self.version)()) }.to_string_lossy();
         let mut parts = text.split(|letter: char| !letter.is_ascii_digit()).map(|part| part.parse().unwrap_or(0));
@@ -188,7 +188,7 @@ impl Api {
 
     /// Whether the interpreter runs and accepts pending calls. Needs no GIL. CPython 3.8 accepts
     /// none once its end has begun, before it calls the exit handlers, and prints an error.
-    pub fn accepts_calls(&self) -> bool {
+    pub(crate) fn accepts_calls(&self) -> bool {
         let is_finishing = || {
             let address = self.runtime.filter(|_| self.version() == (3, 8))? + FINISHING;
             // SAFETY: an `int` among the variables of this version.
@@ -208,7 +208,7 @@ impl Api {
     }
 
     /// A borrowed reference as an owned one.
-    pub fn kept(&'static self, reference: Reference) -> Option<Owned> {
+    pub(crate) fn kept(&'static self, reference: Reference) -> Option<Owned> {
         if !reference.is_null() {
             // SAFETY: a valid reference.
             unsafe { (self.keep)(reference) };
@@ -217,31 +217,31 @@ impl Api {
     }
 
     /// An attribute.
-    pub fn attribute(&'static self, of: &Owned, name: &CStr) -> Option<Owned> {
+    pub(crate) fn attribute(&'static self, of: &Owned, name: &CStr) -> Option<Owned> {
         // SAFETY: a valid reference and a C string.
         self.owned(unsafe { (self.attribute)(of.0, name.as_ptr()) })
     }
 
     /// The value of a key of a dictionary or a mapping.
-    pub fn item(&'static self, of: &Owned, key: &CStr) -> Option<Owned> {
+    pub(crate) fn item(&'static self, of: &Owned, key: &CStr) -> Option<Owned> {
         // SAFETY: a valid reference and a C string.
         self.owned(unsafe { (self.item)(of.0, key.as_ptr()) })
     }
 
     /// An attribute that is a number.
-    pub fn number(&'static self, of: &Owned, name: &CStr) -> Option<c_long> {
+    pub(crate) fn number(&'static self, of: &Owned, name: &CStr) -> Option<c_long> {
         self.to_number(&self.attribute(of, name)?)
     }
 
     /// A number.
-    pub fn to_number(&'static self, value: &Owned) -> Option<c_long> {
+    pub(crate) fn to_number(&'static self, value: &Owned) -> Option<c_long> {
         // SAFETY: a valid reference.
         let number = unsafe { (self.to_long)(value.0) };
         (number != -1 || !self.failed()).then_some(number)
     }
 
     /// The number of a key of a dictionary that is a borrowed argument.
-    pub fn number_in(&'static self, dictionary: Reference, key: &CStr) -> Option<c_long> {
+    pub(crate) fn number_in(&'static self, dictionary: Reference, key: &CStr) -> Option<c_long> {
         let value = self.item(&self.kept(dictionary)?, key)?;
         self.to_number(&value)
     }
@@ -257,13 +257,13 @@ impl Api {
     }
 
     /// Whether the thread handles an exception, which must not be disturbed.
-    pub fn has_exception(&self) -> bool {
+    pub(crate) fn has_exception(&self) -> bool {
         // SAFETY: the thread holds the GIL.
         unsafe { !(self.occurred)().is_null() }
     }
 
     /// A text that is a borrowed argument.
-    pub fn text_of(&'static self, value: Reference) -> Option<&'static str> {
+    pub(crate) fn text_of(&'static self, value: Reference) -> Option<&'static str> {
         // SAFETY: a valid reference. The text lives as long as the object, which the caller of the
         // caller owns.
         let text = unsafe { (self.text)(value) };
@@ -276,57 +276,62 @@ impl Api {
     }
 
     /// A loaded module. Nothing is imported.
-    pub fn loaded_module(&'static self, name: &CStr) -> Option<Owned> {
+    pub(crate) fn loaded_module(&'static self, name: &CStr) -> Option<Owned> {
         // SAFETY: the thread holds the GIL.
         let modules = self.kept(unsafe { (self.modules)() })?;
         self.item(&modules, name)
     }
 
     /// A module of the interpreter itself.
-    pub fn builtin_module(&'static self, name: &CStr) -> Option<Owned> {
+    pub(crate) fn builtin_module(&'static self, name: &CStr) -> Option<Owned> {
         // SAFETY: the thread holds the GIL, and the name is a C string.
         self.owned(unsafe { (self.import)(name.as_ptr()) })
     }
 
     /// An object of `sys`.
-    pub fn system(&'static self, name: &CStr) -> Option<Owned> {
+    pub(crate) fn system(&'static self, name: &CStr) -> Option<Owned> {
         // SAFETY: the thread holds the GIL, and the name is a C string.
         self.kept(unsafe { (self.system)(name.as_ptr()) })
     }
 
     /// A reference to `None`, which lives for ever from Python 3.12 on.
-    pub fn none(&self) -> Reference {
+    pub(crate) fn none(&self) -> Reference {
         // SAFETY: the thread holds the GIL, and an empty format takes no arguments.
         unsafe { (self.build)(c"".as_ptr()) }
     }
 
     /// A number as an object.
-    pub fn of_number(&'static self, value: c_long) -> Option<Owned> {
+    pub(crate) fn of_number(&'static self, value: c_long) -> Option<Owned> {
         // SAFETY: the thread holds the GIL.
         self.owned(unsafe { (self.from_long)(value) })
     }
 
     /// A text as an object.
-    pub fn of_text(&'static self, value: &CStr) -> Option<Owned> {
+    pub(crate) fn of_text(&'static self, value: &CStr) -> Option<Owned> {
         // SAFETY: the thread holds the GIL, and the value is a C string.
         self.owned(unsafe { (self.from_text)(value.as_ptr()) })
     }
 
     /// A native function as an object. `method` is used as long as the interpreter runs.
-    pub fn of_native(&'static self, method: &'static Method) -> Option<Owned> {
+    pub(crate) fn of_native(&'static self, method: &'static Method) -> Option<Owned> {
         // SAFETY: the definition is static, and the function neither has a self nor a module.
         self.owned(unsafe { (self.native)(method, std::ptr::null_mut(), std::ptr::null_mut()) })
     }
 
     /// A native function that is made with an object, and says that it is of a module. `method` is
     /// used as long as the interpreter runs.
-    pub fn of_native_with(&'static self, method: &'static Method, with: &Owned, module: &Owned) -> Option<Owned> {
+    pub(crate) fn of_native_with(
+        &'static self,
+        method: &'static Method,
+        with: &Owned,
+        module: &Owned,
+    ) -> Option<Owned> {
         // SAFETY: the definition is static, and both references are valid.
         self.owned(unsafe { (self.native)(method, with.0, module.0) })
     }
 
     /// Sets an object of `sys`. Returns whether it is set.
-    pub fn set_system(&self, name: &CStr, value: &Owned) -> bool {
+    pub(crate) fn set_system(&self, name: &CStr, value: &Owned) -> bool {
         // SAFETY: a C string and a valid reference.
         let is_set = unsafe { (self.set_system)(name.as_ptr(), value.0) == 0 };
         is_set || {
@@ -336,7 +341,7 @@ impl Api {
     }
 
     /// Sets an attribute. Returns whether it is set.
-    pub fn set_attribute(&self, of: &Owned, name: &CStr, value: &Owned) -> bool {
+    pub(crate) fn set_attribute(&self, of: &Owned, name: &CStr, value: &Owned) -> bool {
         // SAFETY: valid references and a C string.
         let is_set = unsafe { (self.set_attribute)(of.0, name.as_ptr(), value.0) == 0 };
         is_set || {
@@ -346,13 +351,13 @@ impl Api {
     }
 
     /// `str(value)`.
-    pub fn to_text(&'static self, value: &Owned) -> Option<Owned> {
+    pub(crate) fn to_text(&'static self, value: &Owned) -> Option<Owned> {
         // SAFETY: a valid reference.
         self.owned(unsafe { (self.to_text)(value.0) })
     }
 
     /// Calls a method with up to three arguments.
-    pub fn call(&'static self, of: &Owned, name: &CStr, arguments: &[&Owned]) -> Option<Owned> {
+    pub(crate) fn call(&'static self, of: &Owned, name: &CStr, arguments: &[&Owned]) -> Option<Owned> {
         let method = self.attribute(of, name)?;
         let argument = |index: usize| arguments.get(index).map_or(std::ptr::null_mut(), |argument| argument.0);
         let end: Reference = std::ptr::null_mut();
@@ -361,13 +366,13 @@ impl Api {
     }
 
     /// The class of an object.
-    pub fn class_of(&'static self, value: &Owned) -> Option<Owned> {
+    pub(crate) fn class_of(&'static self, value: &Owned) -> Option<Owned> {
         // SAFETY: a valid reference.
         self.owned(unsafe { (self.type_of)(value.0) })
     }
 
     /// Makes a class in static memory ready for use. Returns whether it is.
-    pub fn make_ready(&self, class: Reference) -> bool {
+    pub(crate) fn make_ready(&self, class: Reference) -> bool {
         // SAFETY: a class whose words are set, and the thread holds the GIL.
         let is_ready = unsafe { (self.make_ready)(class) == 0 };
         is_ready || {
@@ -377,7 +382,7 @@ impl Api {
     }
 
     /// Sets an item of a dictionary. Returns whether it is set.
-    pub fn set_item(&self, dictionary: Reference, key: &CStr, value: &Owned) -> bool {
+    pub(crate) fn set_item(&self, dictionary: Reference, key: &CStr, value: &Owned) -> bool {
         // SAFETY: valid references and a C string.
         let is_set = unsafe { (self.set_item)(dictionary, key.as_ptr(), value.0) == 0 };
         is_set || {
@@ -387,25 +392,25 @@ impl Api {
     }
 
     /// Whether it is a class.
-    pub fn is_class(&'static self, value: &Owned) -> bool {
+    pub(crate) fn is_class(&'static self, value: &Owned) -> bool {
         // SAFETY: a valid reference.
         self.class_of(value).is_some_and(|class| unsafe { (self.type_flags)(class.0) } & IS_TYPE != 0)
     }
 
     /// Whether the class of an object has this name.
-    pub fn is_of_class(&'static self, value: &Owned, wanted: &str) -> bool {
+    pub(crate) fn is_of_class(&'static self, value: &Owned, wanted: &str) -> bool {
         let name = self.class_of(value).and_then(|class| self.attribute(&class, c"__name__"));
         name.is_some_and(|name| self.text_of(name.0) == Some(wanted))
     }
 
     /// Name of the class of an object.
-    pub fn class_name(&'static self, value: &Owned) -> Option<String> {
+    pub(crate) fn class_name(&'static self, value: &Owned) -> Option<String> {
         let name = self.attribute(&self.class_of(value)?, c"__name__")?;
         self.text_of(name.0).map(str::to_string)
     }
 
     /// The items of a tuple.
-    pub fn items(&'static self, tuple: &Owned) -> impl Iterator<Item = Owned> {
+    pub(crate) fn items(&'static self, tuple: &Owned) -> impl Iterator<Item = Owned> {
         // SAFETY: a valid reference; -1 if it is not a tuple.
         let count = unsafe { (self.tuple_size)(tuple.0) };
         self.failed();

@@ -25,18 +25,18 @@ static OF_INTERPRETER: Method = Method::passes_on(c"excepthook", uncaught);
 static OF_THREADING: Method = Method::passes_on(c"_excepthook", uncaught_in_thread);
 
 /// What was replaced so far.
-pub struct Listener {
+pub(crate) struct Listener {
     interpreter: bool,
     threading: bool,
 }
 
 impl Listener {
-    pub const fn new() -> Self {
+    pub(crate) const fn new() -> Self {
         Listener { interpreter: false, threading: false }
     }
 
     /// Replaces what is there and was not replaced yet: `threading` may be imported late.
-    pub fn listen(&mut self, api: &'static Api) {
+    pub(crate) fn listen(&mut self, api: &'static Api) {
         if !std::mem::replace(&mut self.interpreter, true) {
             let set = |name: &CStr, new: &Owned| api.set_system(name, new);
             replace(api, &OF_INTERPRETER, |name| api.system(name), set);

@@ -18,7 +18,7 @@ use crate::runtime::tracing::{
 
 /// How the interpreter calls an object: the object, its arguments, their number, and the names of
 /// the last ones. A thread that ends within the call unwinds through it.
-pub type Vectorcall = unsafe extern "C-unwind" fn(Reference, *const Reference, usize, Reference) -> Reference;
+pub(crate) type Vectorcall = unsafe extern "C-unwind" fn(Reference, *const Reference, usize, Reference) -> Reference;
 
 /// Minor version of CPython, size of a function object, and offset of its pointer.
 const LAYOUTS: [(u32, usize, usize); 4] = [(8, 120, 112), (9, 120, 112), (10, 128, 120), (11, 136, 120)];
@@ -54,7 +54,7 @@ const IS_METHOD: usize = 1 << 17;
 static ORIGINAL: AtomicUsize = AtomicUsize::new(0);
 
 /// The functions of this interpreter.
-pub struct Functions {
+pub(crate) struct Functions {
     /// Offset of the pointer.
     pointer: usize,
     /// The class `function`.
@@ -85,7 +85,7 @@ impl Functions {
     ///
     /// # Errors
     /// This interpreter is another one than the layouts describe; the end of a sentence.
-    pub fn new(api: &'static Api, sample: &Owned) -> Result<Self, &'static str> {
+    pub(crate) fn new(api: &'static Api, sample: &Owned) -> Result<Self, &'static str> {
         const OTHER: &str = "the objects of this CPython have an unexpected layout";
         let (_, minor) = api.version();
         let class = api.class_of(sample).ok_or(OTHER)?;
@@ -114,7 +114,7 @@ impl Functions {
     }
 
     /// Whether it is a function that is called in the usual way, or traced already.
-    pub fn can_trace(&self, function: &Owned) -> bool {
+    pub(crate) fn can_trace(&self, function: &Owned) -> bool {
         let function = function.0 as usize;
         // SAFETY: every object has a class.
         let class = unsafe { word(function, CLASS) }.load(Ordering::Relaxed);
@@ -131,7 +131,7 @@ impl Functions {
 
     /// Lets the interpreter call a function through `call`, which calls [`original`]. The function
     /// must be one that can be traced. Its reference is kept for ever.
-    pub fn replace(&self, function: Owned, call: Vectorcall) {
+    pub(crate) fn replace(&self, function: Owned, call: Vectorcall) {
         let function = function.leak() as usize;
         self.called_through(function).store(call as usize, Ordering::Release);
         if self.inlines {
@@ -145,7 +145,7 @@ impl Functions {
     }
 
     /// Traces a function that can be traced.
-    pub fn trace(&self, function: Owned) {
+    pub(crate) fn trace(&self, function: Owned) {
         self.replace(function, traced_call);
     }
 }
@@ -155,7 +155,12 @@ impl Functions {
 /// # Safety
 /// The arguments are those of the interpreter.
 #[inline(always)]
-pub unsafe fn original(function: Reference, arguments: *const Reference, count: usize, names: Reference) -> Reference {
+pub(crate) unsafe fn original(
+    function: Reference,
+    arguments: *const Reference,
+    count: usize,
+    names: Reference,
+) -> Reference {
     let original = ORIGINAL.load(Ordering::Relaxed);
     // SAFETY: the pointer of a function of this interpreter, which is set before any is replaced.
     let original = unsafe { std::mem::transmute::<usize, Vectorcall>(original) };

@@ -35,7 +35,7 @@ const GREETING_PAUSE: Duration = Duration::from_millis(20);
 const MAX_WAITING: usize = 64;
 
 /// The connection in any state.
-pub struct Connection {
+pub(crate) struct Connection {
     path: PathBuf,
     stage: Stage,
     retry: Duration,
@@ -51,7 +51,7 @@ enum Stage {
 
 impl Connection {
     /// Not connected yet.
-    pub fn new(path: PathBuf) -> Self {
+    pub(crate) fn new(path: PathBuf) -> Self {
         Connection {
             path,
             stage: Stage::Disconnected { next: Instant::now() },
@@ -63,7 +63,7 @@ impl Connection {
 
     /// Queues a message. It is dropped when the connection ends, because the next Hello repeats the
     /// information.
-    pub fn send(&mut self, message: Message) {
+    pub(crate) fn send(&mut self, message: Message) {
         if !matches!(self.stage, Stage::Connected) || self.waiting.len() == MAX_WAITING {
             return;
         }
@@ -73,7 +73,7 @@ impl Connection {
     /// Connects, exchanges greetings, and sends queued messages. Returns true when Hello has just
     /// been sent. If the collector is known to be alive (`is_there`), nothing is received from the
     /// socket.
-    pub fn turn(&mut self, hello: &Hello, ring: &Descriptor, log: &mut Log, is_there: bool) -> bool {
+    pub(crate) fn turn(&mut self, hello: &Hello, ring: &Descriptor, log: &mut Log, is_there: bool) -> bool {
         let mut greeted = false;
         let result = match self.stage {
             Stage::Disconnected { next } if Instant::now() < next => Ok(()),
@@ -99,7 +99,7 @@ impl Connection {
 
     /// Sleeps until a wakeup, at most for `pause`. Before Welcome, a packet of the collector ends
     /// the sleep too.
-    pub fn wait(&mut self, pause: Duration) {
+    pub(crate) fn wait(&mut self, pause: Duration) {
         let greeting = matches!(self.stage, Stage::Greeting { .. });
         let Some(fd) = greeting.then(|| CONNECTION.get()).flatten() else { return wakeup::wait(pause) };
         let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };

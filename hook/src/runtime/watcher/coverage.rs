@@ -15,7 +15,7 @@ use crate::runtime::{
 const HOOKED: u8 = 0;
 
 /// The library is not loaded.
-pub const NOT_LOADED: u8 = 1;
+pub(crate) const NOT_LOADED: u8 = 1;
 
 const NOT_THERE: u8 = 2;
 const NOT_ASKED: u8 = 3;
@@ -31,24 +31,24 @@ const COLLECTIVE_KERNELS: [&str; 2] = ["ncclDevKernel", "ncclKernel"];
 const SCHEDULE_NS: [u64; 4] = [100_000_000, 1_000_000_000, 10_000_000_000, 60_000_000_000];
 
 /// Keeps the coverage table up to date.
-pub struct CoverageUpdater {
+pub(crate) struct CoverageUpdater {
     next_ns: u64,
     turns: usize,
 }
 
 impl CoverageUpdater {
     /// Due immediately.
-    pub fn new() -> Self {
+    pub(crate) fn new() -> Self {
         CoverageUpdater { next_ns: 0, turns: 0 }
     }
 
     /// Whether a refresh is due.
-    pub fn is_due(&self, now_ns: u64) -> bool {
+    pub(crate) fn is_due(&self, now_ns: u64) -> bool {
         now_ns >= self.next_ns
     }
 
     /// Refreshes the table. Takes locks of the linker.
-    pub fn refresh(&mut self, recorder: &Recorder, now_ns: u64) {
+    pub(crate) fn refresh(&mut self, recorder: &Recorder, now_ns: u64) {
         self.next_ns = now_ns + SCHEDULE_NS[self.turns.min(SCHEDULE_NS.len() - 1)];
         self.turns += 1;
         let libraries = libraries();
@@ -101,7 +101,7 @@ fn status(function: &Function, calls: u64, libraries: &[String]) -> u8 {
 }
 
 /// Writes the layer and status of one entry.
-pub fn publish_coverage(recorder: &Recorder, function: &Function, index: usize, status: u8) {
+pub(crate) fn publish_coverage(recorder: &Recorder, function: &Function, index: usize, status: u8) {
     // A process without such a library does not list these functions.
     if status == NOT_LOADED && !function.library.host_files().is_empty() {
         return;

@@ -45,7 +45,7 @@ const VALID_NS: u64 = 16_000_000_000;
 
 /// The clocks of all contexts in which operations have completed.
 #[derive(Default)]
-pub struct DeviceClocks {
+pub(crate) struct DeviceClocks {
     contexts: HashMap<usize, DeviceClock>,
 }
 
@@ -53,7 +53,13 @@ impl DeviceClocks {
     /// Renews the anchor of a context if it is due, unless `may_wait` says that the record may
     /// wait. Called when an operation has completed there, at `now_ns`. Returns whether the anchor
     /// is new.
-    pub fn renew(&mut self, driver: &mut Driver, context: usize, now_ns: u64, may_wait: impl FnOnce() -> bool) -> bool {
+    pub(crate) fn renew(
+        &mut self,
+        driver: &mut Driver,
+        context: usize,
+        now_ns: u64,
+        may_wait: impl FnOnce() -> bool,
+    ) -> bool {
         if !self.contexts.contains_key(&context) {
             // The driver has freed the streams and events of contexts that were destroyed.
             self.contexts.retain(|known, _| contexts::exists(*known));
@@ -78,7 +84,7 @@ impl DeviceClocks {
 
     /// When an event of a context completed that was seen complete at `seen_ns`. `None` without an
     /// anchor.
-    pub fn time_of(&self, driver: &mut Driver, context: usize, event: usize, seen_ns: u64) -> Option<u64> {
+    pub(crate) fn time_of(&self, driver: &mut Driver, context: usize, event: usize, seen_ns: u64) -> Option<u64> {
         let clock = self.contexts.get(&context)?;
         let anchor = clock.anchor.filter(|anchor| seen_ns.abs_diff(anchor.host_ns) <= VALID_NS)?;
         let anchor_event = clock.events?.current;

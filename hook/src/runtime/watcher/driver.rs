@@ -14,19 +14,19 @@ use crate::runtime::{
 };
 
 /// Indices into [`xpu_timer_proto::ring::WATCHER_CALLS`].
-pub mod call {
-    pub const SET_CURRENT: u64 = 1;
-    pub const EVENT_QUERY: u64 = 2;
-    pub const EVENT_ELAPSED: u64 = 3;
-    pub const EXCHANGE_CAPTURE_MODE: u64 = 6;
-    pub const EVENT_CREATE: u64 = 7;
-    pub const EVENT_DESTROY: u64 = 8;
-    pub const EVENT_RECORD: u64 = 9;
-    pub const STREAM_CREATE: u64 = 10;
+pub(crate) mod call {
+    pub(crate) const SET_CURRENT: u64 = 1;
+    pub(crate) const EVENT_QUERY: u64 = 2;
+    pub(crate) const EVENT_ELAPSED: u64 = 3;
+    pub(crate) const EXCHANGE_CAPTURE_MODE: u64 = 6;
+    pub(crate) const EVENT_CREATE: u64 = 7;
+    pub(crate) const EVENT_DESTROY: u64 = 8;
+    pub(crate) const EVENT_RECORD: u64 = 9;
+    pub(crate) const STREAM_CREATE: u64 = 10;
 }
 
 /// The driver, as the watcher's thread calls it.
-pub struct Driver {
+pub(crate) struct Driver {
     recorder: &'static Recorder,
     /// The thread's current context.
     context: usize,
@@ -36,19 +36,19 @@ pub struct Driver {
 
 impl Driver {
     /// Without a context.
-    pub fn new(recorder: &'static Recorder) -> Self {
+    pub(crate) fn new(recorder: &'static Recorder) -> Self {
         Driver { recorder, context: 0, relaxed: false }
     }
 
     /// Another thread continues: the driver's state of the thread is unknown.
-    pub fn new_thread(&mut self) {
+    pub(crate) fn new_thread(&mut self) {
         self.context = 0;
         self.relaxed = false;
     }
 
     /// Makes a call in a context, stamped before it begins. `None` when no call may be made
     /// now; an error when the context cannot be made current.
-    pub fn call<R>(
+    pub(crate) fn call<R>(
         &mut self,
         context: usize,
         what: u64,

@@ -24,7 +24,7 @@ const MAX_FILE_BYTES: u64 = 2_000_000;
 
 /// A log file that is opened for each line and closed again, so that no descriptor stays open in
 /// the host process.
-pub struct Log {
+pub(crate) struct Log {
     place: LogFile,
     /// Used when the configured folder is on a network file system.
     local: PathBuf,
@@ -43,7 +43,7 @@ struct LogFile {
 
 impl Log {
     /// A log at `path` with this mode, or at `local` when `path` is on a network file system.
-    pub fn new(path: PathBuf, local: PathBuf, mode: u32) -> Self {
+    pub(crate) fn new(path: PathBuf, local: PathBuf, mode: u32) -> Self {
         // SAFETY: geteuid takes nothing and cannot fail.
         let owner = unsafe { libc::geteuid() };
         Log { place: LogFile { path, mode, owner }, local, lines: 0, hangs: false }
@@ -51,7 +51,7 @@ impl Log {
 
     /// Appends a line. Does nothing if the file cannot be written. A file system that does not
     /// answer blocks one thread, which is not the watcher.
-    pub fn write_line(&mut self, text: &str) {
+    pub(crate) fn write_line(&mut self, text: &str) {
         self.lines += 1;
         if self.lines > MAX_LINES || self.hangs {
             return;

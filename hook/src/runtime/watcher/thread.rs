@@ -55,7 +55,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Starts the thread and returns whether that succeeded. Without it, operations are still recorded,
 /// and a heartbeat of 0 shows that they are not watched.
-pub fn spawn(recorder: &'static Recorder, environment: Environment) -> bool {
+pub(crate) fn spawn(recorder: &'static Recorder, environment: Environment) -> bool {
     begin(move || Box::new(Watcher::new(recorder, environment)))
 }
 
@@ -91,7 +91,7 @@ fn begin(make: impl FnOnce() -> Box<Watcher> + Send + 'static) -> bool {
 }
 
 /// Whether the thread must end. If so, `watcher` is stored for [`resume`].
-pub fn should_end(watcher: &mut Option<Box<Watcher>>) -> bool {
+pub(crate) fn should_end(watcher: &mut Option<Box<Watcher>>) -> bool {
     loop {
         match WANTED.load(Ordering::Acquire) {
             TURN => return false,
@@ -106,7 +106,7 @@ pub fn should_end(watcher: &mut Option<Box<Watcher>>) -> bool {
 }
 
 /// Ends the thread and waits for that, up to a time limit.
-pub fn stop() {
+pub(crate) fn stop() {
     if !process::is_watched() {
         return;
     }
@@ -138,7 +138,7 @@ pub fn stop() {
 }
 
 /// Lets the watcher continue, because the filter was not installed.
-pub fn resume() {
+pub(crate) fn resume() {
     if WANTED.load(Ordering::Acquire) == TURN {
         return;
     }
@@ -176,7 +176,7 @@ fn run(mut watcher: Box<Watcher>) -> bool {
 
 /// The part of each new thread's stack that the C library uses: the thread-local variables of the
 /// program and its libraries, which may take megabytes, and some kilobytes.
-pub fn thread_local_bytes() -> usize {
+pub(crate) fn thread_local_bytes() -> usize {
     type MinStack = unsafe extern "C" fn(*const libc::pthread_attr_t) -> usize;
     let function = look_up(libc::RTLD_DEFAULT, c"__pthread_get_minstack");
     if function.is_null() {

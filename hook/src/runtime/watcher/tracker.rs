@@ -34,7 +34,7 @@ const LAUNCHES_NS: u64 = 20_000_000;
 
 /// The outcome of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Outcome {
+pub(crate) enum Outcome {
     /// Still pending.
     Pending,
     /// Completed.
@@ -44,7 +44,7 @@ pub enum Outcome {
 }
 
 /// The watcher's own state of the operations.
-pub struct Tracker {
+pub(crate) struct Tracker {
     recorder: &'static Recorder,
     /// Operations by stream and, for host calls, by thread; oldest first.
     lanes: HashMap<Lane, VecDeque<usize>>,
@@ -72,7 +72,7 @@ enum Lane {
 
 impl Tracker {
     /// Without pending operations.
-    pub fn new(recorder: &'static Recorder) -> Self {
+    pub(crate) fn new(recorder: &'static Recorder) -> Self {
         Tracker {
             recorder,
             lanes: HashMap::new(),
@@ -85,17 +85,17 @@ impl Tracker {
     }
 
     /// Another thread continues: the driver's state of the thread is unknown.
-    pub fn new_thread(&mut self) {
+    pub(crate) fn new_thread(&mut self) {
         self.driver.new_thread();
     }
 
     /// Whether no operation is pending.
-    pub fn is_idle(&self) -> bool {
+    pub(crate) fn is_idle(&self) -> bool {
         self.pending == 0 && self.recorder.open_calls.slots().next().is_none()
     }
 
     /// Checks all operations once. Returns whether any began or ended.
-    pub fn turn(&mut self) -> bool {
+    pub(crate) fn turn(&mut self) -> bool {
         for handoff in self.recorder.handoffs_in_use() {
             handoff.take(&self.recorder.slots, |slot| self.arrived.push(slot));
         }
@@ -147,7 +147,7 @@ impl Tracker {
     }
 
     /// The operation that has been pending longest, and since when.
-    pub fn oldest(&self) -> Option<(usize, u64)> {
+    pub(crate) fn oldest(&self) -> Option<(usize, u64)> {
         self.lanes
             .values()
             .filter_map(|lane| lane.front().copied())
@@ -157,7 +157,7 @@ impl Tracker {
     }
 
     /// The outcome of an operation that was pending.
-    pub fn outcome(&self, slot: usize, ticket: u64) -> Outcome {
+    pub(crate) fn outcome(&self, slot: usize, ticket: u64) -> Outcome {
         let words = self.recorder.ring.op(slot);
         let status = words[op::STATUS].load(Ordering::Acquire) as u32 as i32;
         if words[op::TICKET].load(Ordering::Acquire) != ticket + 1 {

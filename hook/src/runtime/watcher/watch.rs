@@ -37,7 +37,7 @@ use crate::runtime::{
 /// Pause between two turns while operations are pending, and while none are. Each turn takes a
 /// processor away from the host for a moment. A thread that launches too much for such a pause
 /// wakes the watcher early; see `wakeup`.
-pub const PAUSE: Duration = Duration::from_millis(100);
+pub(crate) const PAUSE: Duration = Duration::from_millis(100);
 
 const PAUSE_IDLE: Duration = Duration::from_millis(250);
 
@@ -48,7 +48,7 @@ const EVENTS_NS: u64 = 1_000_000_000;
 /// A collector that has not read the ring for this long may have ended.
 const COLLECTOR_NS: u64 = 2_500_000_000;
 
-pub struct Watcher {
+pub(crate) struct Watcher {
     pub recorder: &'static Recorder,
     pub config: Config,
     pub tracker: Tracker,
@@ -73,7 +73,7 @@ pub struct Watcher {
 const THREAD_CHECK_INTERVAL_NS: u64 = 1_000_000_000;
 
 impl Watcher {
-    pub fn new(recorder: &'static Recorder, environment: Environment) -> Self {
+    pub(crate) fn new(recorder: &'static Recorder, environment: Environment) -> Self {
         let mut config = Config::read(environment);
         let (traced, problems) = tracing::parse(&config.traced_functions);
         config.problems.extend(problems);
@@ -99,7 +99,7 @@ impl Watcher {
     }
 
     /// Runs first on a new thread. Returns false when the hook is disabled, and turns it off.
-    pub fn begin(&mut self) -> bool {
+    pub(crate) fn begin(&mut self) -> bool {
         if self.config.disabled {
             process::turn_off();
             return false;
@@ -117,7 +117,7 @@ impl Watcher {
     /// The exit status of the program's first thread when no other thread is left. It is checked
     /// only after a second without a launch: a thread that launches exists, and an unknown filter
     /// may forbid the check.
-    pub fn status_if_no_other_thread(&mut self) -> Option<i32> {
+    pub(crate) fn status_if_no_other_thread(&mut self) -> Option<i32> {
         let now = clock::now_ns();
         let last_ns = self.recorder.newest_launch_ns().max(self.thread_check_ns);
         if now.saturating_sub(last_ns) < THREAD_CHECK_INTERVAL_NS || !seccomp::watcher_may_call() {
@@ -128,7 +128,7 @@ impl Watcher {
     }
 
     /// One turn and the following pause.
-    pub fn turn_and_wait(&mut self) {
+    pub(crate) fn turn_and_wait(&mut self) {
         self.update_heartbeat();
         self.rate.measure();
         if exit::is_ending() {
@@ -280,7 +280,7 @@ const STOPS: usize = 16;
 /// did. While the process is stopped or its machine is suspended, nothing can complete, so that
 /// time does not count.
 #[derive(Debug, Default)]
-pub struct RunningTime {
+pub(crate) struct RunningTime {
     // Time of the last mark.
     marked_ns: u64,
     // Begin and end of each stop, oldest first.
@@ -292,7 +292,7 @@ pub struct RunningTime {
 impl RunningTime {
     /// The watcher has slept for `asked_ns` since the last mark, or has done work that takes no
     /// time.
-    pub fn mark(&mut self, now_ns: u64, asked_ns: u64) {
+    pub(crate) fn mark(&mut self, now_ns: u64, asked_ns: u64) {
         let Some(stop) = self.stop(now_ns, asked_ns) else { return };
         if self.stops.len() == STOPS {
             self.stops.remove(0);
@@ -302,7 +302,7 @@ impl RunningTime {
 
     /// The watcher has called the driver since the last mark, which may have blocked. Only the
     /// newest such stop counts, so that a driver that is always slow does not hide a hang.
-    pub fn mark_driver(&mut self, now_ns: u64) {
+    pub(crate) fn mark_driver(&mut self, now_ns: u64) {
         self.in_driver = self.stop(now_ns, 0).or(self.in_driver);
     }
 
@@ -313,7 +313,7 @@ impl RunningTime {
     }
 
     /// Running time between two moments.
-    pub fn between(&self, from_ns: u64, to_ns: u64) -> u64 {
+    pub(crate) fn between(&self, from_ns: u64, to_ns: u64) -> u64 {
         let overlap = |(begin, end): &(u64, u64)| (*end).min(to_ns).saturating_sub((*begin).max(from_ns));
         let stopped: u64 = self.stops.iter().chain(&self.in_driver).map(overlap).sum();
         to_ns.saturating_sub(from_ns).saturating_sub(stopped)

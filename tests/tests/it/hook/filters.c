@@ -1,6 +1,7 @@
 /* Trains on a device that does nothing, shuts itself in by a filter of system calls, and goes on.
-   usage: filters prctl|seccomp|tsync|handle|locks|strict|inline|inline-tsync|early|refused|exec|executed
-   kill|kill-thread|errno|trap FOLDER A call that is not in the list ends the program (kill) or its
+   usage: filters HOW kill|kill-thread|errno|trap FOLDER
+   HOW: prctl|seccomp|tsync|handle|locks|strict|inline|inline-tsync|early|refused|exec|executed
+   A call that is not in the list ends the program (kill) or its
    thread (kill-thread), raises SIGSYS (trap), or fails and is counted by nobody (errno). */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -29,7 +30,8 @@ extern char ompi_mpi_comm_world[], ompi_mpi_int[];
 int MPI_Irecv(void *, int, void *, int, int, void *, void **);
 int MPI_Test(void **, int *, void *);
 
-/* Whether the linker, with its lock, has entered a slow function of libnccl.so.2 for another thread. */
+/* Whether the linker, with its lock, has entered a slow function of libnccl.so.2 for another
+   thread. */
 static volatile int *is_resolving;
 
 static void *comm;
