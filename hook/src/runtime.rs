@@ -32,7 +32,9 @@ pub(crate) mod linker {
     pub(crate) mod originals;
 }
 
-/// Lock-free data structures. `tests/models` compiles these files with the atomics of loom.
+/// Lock-free data structures. `tests/models` compiles these files with the atomics of loom, as its
+/// public items.
+#[allow(unreachable_pub)]
 pub(crate) mod lock_free {
     #[allow(unsafe_code)]
     pub(crate) mod atomic;

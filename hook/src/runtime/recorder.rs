@@ -311,7 +311,7 @@ impl Recorder {
     /// # Errors
     /// See [`Recorder::boxed`].
     #[cfg(test)]
-    pub fn create(descriptor: &'static Descriptor) -> io::Result<Self> {
+    pub(crate) fn create(descriptor: &'static Descriptor) -> io::Result<Self> {
         Self::boxed(descriptor).map(|recorder| *recorder)
     }
 

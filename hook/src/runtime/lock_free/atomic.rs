@@ -3,27 +3,27 @@
 
 use std::cell::UnsafeCell;
 
-pub(crate) use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
+pub use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 
 /// Spare events per lane. Further events go to the pool of their context.
-pub(crate) const LANE_EVENTS: usize = 1024;
+pub const LANE_EVENTS: usize = 1024;
 
 /// Contexts whose events are reused. The events of further contexts are created and destroyed each
 /// time.
-pub(crate) const CONTEXTS: usize = 16;
+pub const CONTEXTS: usize = 16;
 
 /// Spare events per context. Further events are destroyed.
-pub(crate) const POOL_EVENTS: usize = 512;
+pub const POOL_EVENTS: usize = 512;
 
 /// A word that only one thread at a time may access.
-pub(crate) struct Word(UnsafeCell<usize>);
+pub struct Word(UnsafeCell<usize>);
 
 // SAFETY: the callers guarantee that no two threads access a word at the same time.
 unsafe impl Sync for Word {}
 
 impl Word {
     /// A word of 0.
-    pub(crate) fn new() -> Self {
+    pub fn new() -> Self {
         Word(UnsafeCell::new(0))
     }
 
@@ -31,7 +31,7 @@ impl Word {
     ///
     /// # Safety
     /// No other thread writes the word at the same time.
-    pub(crate) unsafe fn get(&self) -> usize {
+    pub unsafe fn get(&self) -> usize {
         // SAFETY: by the contract of this function, no other thread writes the word.
         unsafe { *self.0.get() }
     }
@@ -40,7 +40,7 @@ impl Word {
     ///
     /// # Safety
     /// No other thread reads or writes the word at the same time.
-    pub(crate) unsafe fn set(&self, word: usize) {
+    pub unsafe fn set(&self, word: usize) {
         // SAFETY: by the contract of this function, no other thread accesses the word.
         unsafe { *self.0.get() = word }
     }
@@ -49,7 +49,7 @@ impl Word {
 /// Prefetches the cache line of a word that is written soon. The watcher wrote the words of the
 /// ring last, often on another core.
 #[inline(always)]
-pub(crate) fn prefetch<T>(word: &T) {
+pub fn prefetch<T>(word: &T) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: this hint only affects the cache; a processor without the instruction executes it as
     // a no-op. The compiler's intrinsic emits the prefetch for reading, because the first x86-64

@@ -3,17 +3,17 @@
 use super::atomic::{AtomicUsize, CONTEXTS, Ordering, POOL_EVENTS, Word};
 
 /// The watcher keeps at least this many per context.
-pub(crate) const LOW: usize = 32;
+pub const LOW: usize = 32;
 
 /// Spare events, by context.
-pub(crate) struct EventPools {
+pub struct EventPools {
     contexts: [AtomicUsize; CONTEXTS],
     events: [Queue<POOL_EVENTS>; CONTEXTS],
 }
 
 impl EventPools {
     /// Empty pools.
-    pub(crate) fn new() -> Self {
+    pub fn new() -> Self {
         EventPools {
             contexts: std::array::from_fn(|_| AtomicUsize::new(0)),
             events: std::array::from_fn(|_| Queue::new()),
@@ -21,7 +21,7 @@ impl EventPools {
     }
 
     /// The spare events of a context. A new context gets a pool, if one is left.
-    pub(crate) fn of(&self, context: usize) -> Option<&Queue<POOL_EVENTS>> {
+    pub fn of(&self, context: usize) -> Option<&Queue<POOL_EVENTS>> {
         for (known, events) in self.contexts.iter().zip(&self.events) {
             let found = known.load(Ordering::Relaxed);
             let ours = found == context
@@ -38,7 +38,7 @@ impl EventPools {
     }
 
     /// Contexts that have a pool.
-    pub(crate) fn contexts(&self) -> impl Iterator<Item = (usize, &Queue<POOL_EVENTS>)> {
+    pub fn contexts(&self) -> impl Iterator<Item = (usize, &Queue<POOL_EVENTS>)> {
         let known = self.contexts.iter().map(|context| context.load(Ordering::Relaxed));
         known.zip(&self.events).take_while(|(context, _)| *context != 0)
     }
@@ -53,7 +53,7 @@ struct Cell {
 ///
 /// Each cell has a lap counter that tells whose turn it is. A full queue refuses an element and an
 /// empty one returns none; neither waits.
-pub(crate) struct Queue<const SLOTS: usize> {
+pub struct Queue<const SLOTS: usize> {
     cells: Box<[Cell]>,
     head: AtomicUsize,
     tail: AtomicUsize,
@@ -61,7 +61,7 @@ pub(crate) struct Queue<const SLOTS: usize> {
 
 impl<const SLOTS: usize> Queue<SLOTS> {
     /// An empty queue. This is the only allocation.
-    pub(crate) fn new() -> Self {
+    pub fn new() -> Self {
         const { assert!(SLOTS.is_power_of_two()) };
         let cells = (0..SLOTS).map(|turn| Cell { turn: AtomicUsize::new(turn), word: Word::new() }).collect();
         Queue { cells, head: AtomicUsize::new(0), tail: AtomicUsize::new(0) }
@@ -71,7 +71,7 @@ impl<const SLOTS: usize> Queue<SLOTS> {
     ///
     /// # Errors
     /// Returns the word when the queue is full.
-    pub(crate) fn push(&self, word: usize) -> Result<(), usize> {
+    pub fn push(&self, word: usize) -> Result<(), usize> {
         let mut position = self.tail.load(Ordering::Relaxed);
         loop {
             let cell = &self.cells[position % SLOTS];
@@ -101,7 +101,7 @@ impl<const SLOTS: usize> Queue<SLOTS> {
     }
 
     /// Takes the oldest word.
-    pub(crate) fn pop(&self) -> Option<usize> {
+    pub fn pop(&self) -> Option<usize> {
         let mut position = self.head.load(Ordering::Relaxed);
         loop {
             let cell = &self.cells[position % SLOTS];
@@ -127,7 +127,7 @@ impl<const SLOTS: usize> Queue<SLOTS> {
     }
 
     /// The number of words, approximate while other threads push and pop.
-    pub(crate) fn len(&self) -> usize {
+    pub fn len(&self) -> usize {
         self.tail.load(Ordering::Relaxed).wrapping_sub(self.head.load(Ordering::Relaxed)).min(SLOTS)
     }
 }

@@ -15,7 +15,7 @@ const CELLS_A_LINE: usize = 8;
 /// The exchange of one lane. It is aligned to two cache lines, because processors fetch them in
 /// pairs.
 #[repr(align(128))]
-pub(crate) struct Handoff {
+pub struct Handoff {
     /// The newest slot plus one, 0 for none. The earlier ones are linked by [`Slot::begun`].
     begun: AtomicU32,
     /// The context of the events: the first context in which the lane's thread launched, 0 before
@@ -38,7 +38,7 @@ struct Returned {
 
 impl Handoff {
     /// An empty exchange.
-    pub(crate) fn new() -> Self {
+    pub fn new() -> Self {
         Handoff {
             begun: AtomicU32::new(0),
             context: AtomicUsize::new(0),
@@ -49,7 +49,7 @@ impl Handoff {
 
     /// Hands a slot, which is in no list, to the watcher. Threads without a lane share one list, so
     /// they may compete.
-    pub(crate) fn push(&self, slots: &[Slot], index: usize) {
+    pub fn push(&self, slots: &[Slot], index: usize) {
         let mut newest = self.begun.load(Ordering::Relaxed);
         loop {
             slots[index].begun.store(newest, Ordering::Relaxed);
@@ -61,7 +61,7 @@ impl Handoff {
     }
 
     /// Takes all slots of the list, newest first. Called by the watcher only.
-    pub(crate) fn take(&self, slots: &[Slot], mut each: impl FnMut(usize)) {
+    pub fn take(&self, slots: &[Slot], mut each: impl FnMut(usize)) {
         if self.begun.load(Ordering::Relaxed) == 0 {
             return;
         }
@@ -75,7 +75,7 @@ impl Handoff {
 
     /// Takes a spare event of a context. Called by the lane's thread only.
     #[inline]
-    pub(crate) fn take_event(&self, context: usize) -> Option<usize> {
+    pub fn take_event(&self, context: usize) -> Option<usize> {
         if self.context.load(Ordering::Relaxed) != context {
             self.adopt(context)?;
         }
@@ -101,7 +101,7 @@ impl Handoff {
     }
 
     /// Gives an event back. False when there is no room. Called by the watcher only.
-    pub(crate) fn give_event(&self, context: usize, event: usize) -> bool {
+    pub fn give_event(&self, context: usize, event: usize) -> bool {
         let place = self.returned.next.load(Ordering::Relaxed);
         let cell = &self.returned.cells[place % SPARE];
         if self.context.load(Ordering::Relaxed) != context || cell.load(Ordering::Acquire) != 0 {
@@ -113,7 +113,7 @@ impl Handoff {
     }
 
     /// The number of spare events, approximate while they are exchanged.
-    pub(crate) fn events(&self) -> usize {
+    pub fn events(&self) -> usize {
         let returned = self.returned.next.load(Ordering::Relaxed);
         returned.wrapping_sub(self.taken.load(Ordering::Relaxed)).min(SPARE)
     }
@@ -122,12 +122,12 @@ impl Handoff {
 /// Adds to a counter of a lane. Only the calling thread writes it, so it needs no atomic
 /// read-modify-write.
 #[inline(always)]
-pub(crate) fn add(word: &AtomicU64, by: u64) {
+pub fn add(word: &AtomicU64, by: u64) {
     word.store(word.load(Ordering::Relaxed).wrapping_add(by), Ordering::Relaxed);
 }
 
 /// Replaces `from` by `me` as the owner of a lane. False when another thread was faster.
-pub(crate) fn claim(owner: &AtomicU64, from: u64, me: u64) -> bool {
+pub fn claim(owner: &AtomicU64, from: u64, me: u64) -> bool {
     owner.compare_exchange(from, me, Ordering::Relaxed, Ordering::Relaxed).is_ok()
 }
 

@@ -7,7 +7,7 @@ const FACTOR: u64 = 0x9E37_79B9_7F4A_7C15;
 /// Where the search for a key begins in a table of `PLACES` entries, a power of two. The highest
 /// bits of the product depend on every bit of the key.
 #[inline(always)]
-pub(crate) fn home_slot<const PLACES: usize>(key: u64) -> usize {
+pub fn home_slot<const PLACES: usize>(key: u64) -> usize {
     const { assert!(PLACES.is_power_of_two() && PLACES > 1) };
     (key.wrapping_mul(FACTOR) >> (64 - PLACES.trailing_zeros())) as usize % PLACES
 }

@@ -6,23 +6,23 @@ use xpu_timer_proto::ring::op;
 use super::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 
 /// Values of [`Slot::state`].
-pub(crate) mod state {
+pub mod state {
     /// Free.
-    pub(crate) const FREE: u8 = 0;
+    pub const FREE: u8 = 0;
     /// Claimed, in a group that is still open: not launched yet.
-    pub(crate) const QUEUED: u8 = 1;
+    pub const QUEUED: u8 = 1;
     /// The host is inside the call, or a nonblocking call is in progress.
-    pub(crate) const OPEN: u8 = 2;
+    pub const OPEN: u8 = 2;
     /// Both events are in the stream: the device determines when it completes.
-    pub(crate) const ARMED: u8 = 3;
+    pub const ARMED: u8 = 3;
     /// The host determined the end. The status is in the ring.
-    pub(crate) const CLOSED: u8 = 4;
+    pub const CLOSED: u8 = 4;
 }
 
 /// The private side of an operation slot: one cache line.
 #[derive(Default)]
 #[repr(align(64))]
-pub(crate) struct Slot {
+pub struct Slot {
     /// A value of [`state`].
     pub state: AtomicU8,
     /// Lane of the thread that launched it; [`xpu_timer_proto::ring::lane::SLOTS`] if that has
@@ -54,20 +54,20 @@ pub(crate) struct Slot {
 impl Slot {
     /// Claims the slot. False when its previous operation is still pending.
     #[inline]
-    pub(crate) fn claim(&self) -> bool {
+    pub fn claim(&self) -> bool {
         self.state.compare_exchange(state::FREE, state::QUEUED, Ordering::Acquire, Ordering::Relaxed).is_ok()
     }
 
     /// Changes the state. A thread that reads the new state also reads everything that was written
     /// before.
     #[inline]
-    pub(crate) fn become_state(&self, state: u8) {
+    pub fn become_state(&self, state: u8) {
         self.state.store(state, Ordering::Release);
     }
 
     /// The state. Everything that was written before it is visible.
     #[inline]
-    pub(crate) fn state(&self) -> u8 {
+    pub fn state(&self) -> u8 {
         self.state.load(Ordering::Acquire)
     }
 }
@@ -75,7 +75,7 @@ impl Slot {
 /// Writes the words of a claimed slot. A reader that finds the same ticket before and after the
 /// other words has read a single operation.
 #[inline(always)]
-pub(crate) fn publish<const COUNT: usize>(words: &[AtomicU64; op::WORDS], ticket: u64, values: [(usize, u64); COUNT]) {
+pub fn publish<const COUNT: usize>(words: &[AtomicU64; op::WORDS], ticket: u64, values: [(usize, u64); COUNT]) {
     words[op::TICKET].store(0, Ordering::Relaxed);
     fence(Ordering::Release);
     for (word, value) in values {

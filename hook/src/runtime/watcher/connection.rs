@@ -284,7 +284,7 @@ fn send_with_descriptor(fd: i32, message: &[u8], descriptor: i32) -> io::Result<
 
 /// The process has only one connection, so tests that use it must not run in parallel.
 #[cfg(test)]
-pub static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+pub(crate) static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
 
 #[cfg(test)]
 mod tests {
