@@ -175,6 +175,18 @@ impl<R> TableRule<R> {
     pub(crate) fn texts(&self) -> (&'static str, &'static str, &'static str) {
         (self.name, self.reason, self.scenario)
     }
+
+    fn is_on(&self) -> bool {
+        crate::scenarios::rule_that_is_off().is_none_or(|off| off != self.reason)
+    }
+}
+
+/// The rules of a table, in order. A test switches them off in turn, to see that their scenarios
+/// need them.
+pub(crate) fn rules<R>(table: &'static [TableRule<R>]) -> impl Iterator<Item = &'static R> {
+    #[cfg(test)]
+    let table = table.iter().filter(|rule| rule.is_on());
+    table.into_iter().map(|rule| &rule.rule)
 }
 
 /// What the judge concludes. The sentence of the verdict says it.

@@ -17,7 +17,7 @@ use crate::{
     calibration::{self, FIRST_RUNS},
     case::{Behind, Case},
     causes::RULES,
-    finding::{Conclusion, EvidenceGap, HealthyReason, JobFact, Rule, TableRule},
+    finding::{Conclusion, EvidenceGap, HealthyReason, JobFact, Rule, TableRule, rules},
     graph::Suspect,
     report, stay, suspended,
     verdict::{Cause, Confidence, CulpritProcess, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
@@ -48,7 +48,7 @@ pub fn judge(evidence: &Evidence) -> Verdict {
 pub fn judge_encoded(evidence: &Evidence, operations: &[EncodedOperations]) -> Verdict {
     let (evidence, operations) = alias::resolved(evidence, operations);
     let mut case = Case::of(&evidence, operations);
-    let outcome = if REASONS_TO_JUDGE.iter().any(|reason| (reason.rule)(&case)) {
+    let outcome = if rules(REASONS_TO_JUDGE).any(|applies| applies(&case)) {
         if case.graph.events.is_empty() {
             case.graph.suspects = suspicion::suspects(&mut case);
         }

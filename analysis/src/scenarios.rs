@@ -11,7 +11,7 @@ mod laws;
 mod processes;
 mod transfers;
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, env, process::Command, sync::LazyLock};
 
 use crate::{Cause, Confidence, Verdict};
 
@@ -47,5 +47,25 @@ pub(crate) fn assert_table(rules: impl Iterator<Item = (&'static str, &'static s
         let (file, function) = scenario.split_once("::").expect("a file and a function");
         let is_there = |(of, text): &(&str, &str)| *of == file && text.contains(&format!("#[test]\nfn {function}()"));
         assert!(FILES.iter().any(is_there), "{name}: there is no scenario {scenario}");
+        assert!(!passes_without(reason, scenario), "{name}: {scenario} does not need this rule");
     }
+}
+
+/// Variable with the reason of the rule that is off in this process.
+const OFF: &str = "XPU_TIMER_TEST_RULE_OFF";
+
+/// Reason of the rule that this process must judge without.
+pub(crate) fn rule_that_is_off() -> Option<&'static str> {
+    static REASON: LazyLock<Option<String>> = LazyLock::new(|| env::var(OFF).ok());
+    REASON.as_deref()
+}
+
+/// Whether a scenario passes in a process in which the rule with this reason is off.
+fn passes_without(reason: &str, scenario: &str) -> bool {
+    let program = env::current_exe().expect("the path of this program");
+    let mut command = Command::new(program);
+    command.env(OFF, reason).args(["--exact", &format!("scenarios::{scenario}")]);
+    let output = command.output().expect("a second process of this program");
+    assert!(String::from_utf8_lossy(&output.stdout).contains("running 1 test"), "{scenario} did not run");
+    output.status.success()
 }

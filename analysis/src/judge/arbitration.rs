@@ -12,7 +12,7 @@ use super::outcome::waiting;
 use crate::{
     case::{Case, Position},
     causes::{RULES, alone_in, ended_by_agent, ended_by_signal},
-    finding::{Finding, TableRule},
+    finding::{Finding, TableRule, rules},
     graph::Suspect,
     verdict::{Activity, Cause, Confidence},
 };
@@ -209,7 +209,7 @@ pub(super) fn arbitrate<'c>(case: &'c Case<'c>) -> Arbitrated<'c, 'c> {
     };
     let mut findings: Vec<Ruling<'c>> = case.graph.suspects.iter().filter_map(explain).collect();
     let mut doubt = false;
-    for TableRule { rule: arbitration, .. } in ARBITRATIONS {
+    for arbitration in rules(ARBITRATIONS) {
         let before = findings.len();
         (arbitration.apply)(case, &mut findings);
         doubt |= arbitration.leaves_doubt && findings.len() < before;
@@ -229,13 +229,13 @@ impl<'s> Arbitrated<'_, 's> {
     /// The lowest confidence of the first rule's findings, lowered by [`LIMITS`].
     pub(super) fn confidence(&self) -> Confidence {
         let own = self.primary().map(|ruling| ruling.finding.confidence).min().unwrap_or(Confidence::Low);
-        let limits = LIMITS.iter().map(|limit| &limit.rule).filter(|limit| (limit.applies)(self));
+        let limits = rules(LIMITS).filter(|limit| (limit.applies)(self));
         limits.map(|limit| limit.confidence).fold(own, Confidence::min)
     }
 
     /// Whether no rank is the culprit because all of them are stuck in one way.
     pub(super) fn all_stuck_alike(&self) -> bool {
-        !DIFFERENCES.iter().any(|difference| (difference.rule)(self))
+        !rules(DIFFERENCES).any(|differs| differs(self))
     }
 }
 

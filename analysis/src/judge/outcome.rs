@@ -10,7 +10,7 @@ use xpu_timer_proto::{
 
 use crate::{
     case::Case,
-    finding::{Conclusion, Finding, HealthyReason, KnownFacts, TableRule},
+    finding::{Conclusion, Finding, HealthyReason, KnownFacts, TableRule, rules},
     graph::{ProcessWait, Suspect},
     stacks::{self, Host, Movement, StuckHelper},
     verdict::{Activity, Cause, Confidence, HangEvidence},
@@ -71,7 +71,7 @@ const UNEXPLAINED: &[TableRule<Conclude>] = &[
 
 /// The outcome if no rule explains the incident.
 pub(super) fn unexplained(case: &Case<'_>) -> Outcome {
-    let found = UNEXPLAINED.iter().find_map(|rule| (rule.rule)(case));
+    let found = rules(UNEXPLAINED).find_map(|conclude| conclude(case));
     found.unwrap_or_else(|| unknown(Conclusion::Unexplained(known_facts(case))))
 }
 
@@ -237,7 +237,7 @@ const HANG_RULES: &[TableRule<HangRule>] = &[
     TableRule {
         name: "on_demand",
         reason: "A manual dump may be of a healthy job, whose ranks wait for each other all the time.",
-        scenario: "hang::an_operation_that_is_pending_past_the_timeout_is_a_hang",
+        scenario: "hang::a_manual_dump_of_ranks_that_wait_for_each_other_does_not_prove_a_hang",
         rule: HangRule {
             evidence: HangEvidence::None,
             applies: |judged| judged.case.trigger_kind() == TriggerKind::Manual,
@@ -344,7 +344,7 @@ const HANG_RULES: &[TableRule<HangRule>] = &[
 /// the culprits.
 pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confidence, victims: usize) -> HangEvidence {
     let judged = Judged { case, outcome, strength, victims, processes: outcome.conclusion.culprit_processes() };
-    let found = HANG_RULES.iter().map(|rule| &rule.rule).find(|rule| (rule.applies)(&judged));
+    let found = rules(HANG_RULES).find(|rule| (rule.applies)(&judged));
     found.map_or(HangEvidence::None, |rule| rule.evidence)
 }
 

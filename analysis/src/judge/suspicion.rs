@@ -11,7 +11,7 @@ use super::outcome::{ended_in_order, is_idle, is_served, uses_device};
 use crate::{
     case::{Case, Position},
     facts,
-    finding::TableRule,
+    finding::{TableRule, rules},
     graph::Suspect,
     kernels,
     store::OtherNumber,
@@ -138,7 +138,7 @@ const SUSPICIONS: &[TableRule<Find>] = &[
 pub(super) fn suspects(case: &mut Case<'_>) -> Vec<Suspect> {
     let found = {
         let ranks = Ranks::of(case);
-        SUSPICIONS.iter().find_map(|suspicion| (suspicion.rule)(&ranks))
+        rules(SUSPICIONS).find_map(|find| find(&ranks))
     };
     let Some(Suspects { suspects, waiters }) = found else { return Vec::new() };
     case.stack_waiters = waiters;

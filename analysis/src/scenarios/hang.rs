@@ -74,6 +74,18 @@ fn an_operation_that_is_pending_past_the_timeout_is_a_hang() {
 }
 
 #[test]
+fn a_manual_dump_of_ranks_that_wait_for_each_other_does_not_prove_a_hang() {
+    let waiting = |trigger| {
+        let mut job = waits_for(Stack::sleep().state("T (stopped)", ""));
+        job.trigger(trigger);
+        job.evidence.hang_timeout_ns = 600 * SECOND;
+        hang(&job)
+    };
+    assert_eq!(waiting(TriggerKind::Idle), HangEvidence::WaitChain);
+    assert_eq!(waiting(TriggerKind::Manual), HangEvidence::None);
+}
+
+#[test]
 fn a_key_that_a_server_waits_for_is_not_a_hang() {
     let mut job = quiet(|_| Stack::sleep());
     for rank in 0..4 {
