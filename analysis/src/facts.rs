@@ -8,7 +8,7 @@ use xpu_timer_proto::{
     server::{Library, Stacktrace},
     v1::{
         FlightRecord, HostActivity, HostFacts, HostGilHolder, HostHelper, HostMovement, HostPolling, HostSleep,
-        HostThreadWait, KernelLaunches, OpStatus, ProcessEvidence, RankEvidence,
+        HostThreadWait, KernelLaunches, OpStatus, ProcessEvidence, RankEvidence, RankInfo,
     },
 };
 
@@ -25,18 +25,28 @@ use crate::{
 #[must_use]
 pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
     let flight = flight_of(evidence);
+    let host = evidence.dump.as_ref().map(|dump| read(dump, training(evidence))).or_else(|| evidence.host.clone());
+    let is_known = !evidence.node.is_empty() && host.as_ref().is_some_and(|host| host.pid > 0);
     RankEvidence {
         rank: evidence.rank,
         presence: evidence.presence,
         dump: None,
-        flight: flight.map(|flight| condense_flight(flight, operations)),
+        flight: flight.map(|flight| FlightRecord {
+            rank: flight.rank.as_deref().filter(|_| !is_known).map(identity),
+            ..condense_flight(flight, operations)
+        }),
         node: evidence.node.clone(),
         errors: evidence.errors.clone(),
         exit: evidence.exit.clone(),
         failures: evidence.failures.clone(),
-        host: evidence.dump.as_ref().map(|dump| read(dump, training(evidence))).or_else(|| evidence.host.clone()),
+        host,
         stay: evidence.stay.clone(),
     }
+}
+
+/// What the judge reads of the process of a rank.
+fn identity(info: &RankInfo) -> Box<RankInfo> {
+    Box::new(RankInfo { node: info.node.clone(), pid: info.pid, ..Default::default() })
 }
 
 /// Condenses the evidence of a process that is not a rank, for the cluster collector.
@@ -71,6 +81,7 @@ pub(crate) fn compared_kernels(flight: &FlightRecord) -> Vec<&KernelLaunches> {
     [known, others].concat()
 }
 
+/// A condensed record, without the process.
 fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
     let pending = |index: usize| flight.operations[index].status() == OpStatus::Pending;
     let done = (0..flight.operations.len()).rev().filter(|index| !pending(*index));
@@ -84,12 +95,8 @@ fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
     let newest = flight.streams.iter().map(|stream| stream.last_launch_ns).max().unwrap_or(0);
     let stream_kept =
         |stream: &&xpu_timer_proto::v1::Stream| stream.last_launch_ns == newest || handles.contains(&stream.handle);
-    let mut rank = flight.rank.clone();
-    if let Some(rank) = &mut rank {
-        rank.command.clear();
-    }
     FlightRecord {
-        rank,
+        rank: None,
         communicators: flight.communicators.clone(),
         operations: (0..flight.operations.len()).filter(kept).map(|index| flight.operations[index].clone()).collect(),
         streams: flight.streams.iter().filter(stream_kept).cloned().collect(),

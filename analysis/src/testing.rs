@@ -234,7 +234,7 @@ impl Job {
                 presence: Presence::Present.into(),
                 node: "node-0".into(),
                 flight: Some(FlightRecord {
-                    rank: Some(info),
+                    rank: Some(Box::new(info)),
                     read_ns: NOW,
                     health: Some(HookHealth { heartbeat_ns: NOW - 1_000_000, ..Default::default() }),
                     ..Default::default()

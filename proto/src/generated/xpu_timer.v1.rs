@@ -335,8 +335,8 @@ pub struct HookHealth {
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct FlightRecord {
-    #[prost(message, optional, tag = "1")]
-    pub rank: ::core::option::Option<RankInfo>,
+    #[prost(message, optional, boxed, tag = "1")]
+    pub rank: ::core::option::Option<::prost::alloc::boxed::Box<RankInfo>>,
     #[prost(message, repeated, tag = "2")]
     pub communicators: ::prost::alloc::vec::Vec<Communicator>,
     /// Oldest first: all pending operations, and the most recent of the others.

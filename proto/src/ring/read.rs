@@ -270,7 +270,7 @@ pub fn read(
     });
 
     Ok(FlightRecord {
-        rank: Some(rank),
+        rank: Some(Box::new(rank)),
         communicators: read_communicators(&read_at)?,
         operations,
         streams: lane::streams(&read_at)?

@@ -418,7 +418,11 @@ fn evidence(rank: u32, operations: usize) -> RankEvidence {
         presence: Presence::Present.into(),
         dump: Some(stacks(rank, "synchronize", "/job/cuda.py:188", "cudaStreamSynchronize").into()),
         flight: Some(FlightRecord {
-            rank: Some(RankInfo { rank: rank as i32, command: "python train.py".into(), ..Default::default() }),
+            rank: Some(Box::new(RankInfo {
+                rank: rank as i32,
+                command: "python train.py".into(),
+                ..Default::default()
+            })),
             communicators: vec![communicator; 4],
             operations: recorded,
             kernels_launched: 1_000_000,

@@ -172,7 +172,7 @@ fn flight(rank: u32, world: u32, seq: u64, pending: bool) -> FlightRecord {
         ..Default::default()
     };
     FlightRecord {
-        rank: Some(RankInfo { rank: rank as i32, world_size: world, ..Default::default() }),
+        rank: Some(Box::new(RankInfo { rank: rank as i32, world_size: world, ..Default::default() })),
         communicators: vec![Communicator {
             id,
             size: world,
