@@ -330,6 +330,7 @@ impl NodeState {
             fault: Arc::clone(&rank.fault),
             plugins: self.settings.exit_plugins.clone(),
             job: rank.job.name.clone(),
+            running: Arc::clone(&self.plugins),
         };
         if let Err(error) = thread::Builder::new().name("failure".into()).spawn(move || failed.examine()) {
             warn!("{}: cannot start a thread to examine its failure: {error}", rank.title());
