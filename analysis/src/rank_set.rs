@@ -234,19 +234,39 @@ impl fmt::Display for RankSet {
     }
 }
 
+/// Why a text names no ranks. Each variant has the part that is wrong.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ParseRankSetError {
+    /// It is neither a number nor two numbers.
+    NotARange(String),
+    /// Its second number is lower than its first one.
+    Reversed(String),
+}
+
+impl fmt::Display for ParseRankSetError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            ParseRankSetError::NotARange(run) => write!(f, "{run:?} is neither a rank nor a range"),
+            ParseRankSetError::Reversed(run) => write!(f, "{run:?} ends before it begins"),
+        }
+    }
+}
+
+impl std::error::Error for ParseRankSetError {}
+
 /// Ranks as people write them (`6`, `0-3,7`) or as labels show them (`0-3/7`).
 impl FromStr for RankSet {
-    type Err = String;
+    type Err = ParseRankSetError;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self, ParseRankSetError> {
         let mut ranks = RankSet::new();
         for run in text.split([',', '/']).map(str::trim) {
             let (first, last) = run.split_once('-').unwrap_or((run, run));
-            let number =
-                |text: &str| text.trim().parse::<u32>().map_err(|_| format!("{run:?} is neither a rank nor a range"));
+            let not_a_range = |_| ParseRankSetError::NotARange(run.into());
+            let number = |text: &str| text.trim().parse::<u32>().map_err(not_a_range);
             let (first, last) = (number(first)?, number(last)?);
             if first > last {
-                return Err(format!("{run:?} ends before it begins"));
+                return Err(ParseRankSetError::Reversed(run.into()));
             }
             ranks.insert_run(first, last);
         }

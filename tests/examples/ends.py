@@ -41,7 +41,7 @@ def known():
 
 
 def go(options):
-    if options.rank is not None:
+    if options.rank is not None or options.how == "raise":
         known()
     if options.how == "exit":
         sys.exit(options.code)

@@ -17,6 +17,7 @@ use xpu_timer_proto::procfs;
 
 use crate::{
     needs::{finish, remove, set_up},
+    pypi::environment,
     tools::{python_version, skip},
 };
 
@@ -72,6 +73,25 @@ pub fn forky_headers() -> Result<PathBuf> {
         copy.args(["-a", "--"]).arg(folder.path().join("unpacked/.")).arg(root);
         finish(&mut copy, "copy of the headers")
     })
+}
+
+/// Installs packages from PyPI for a CPython of the second Debian, with a pip of this one. Returns
+/// their folder as the programs in the root see it.
+///
+/// # Errors
+/// PyPI is not reachable; one line.
+pub fn forky_packages(packages: &[&str], version: &str) -> Result<String> {
+    forky()?;
+    let name = packages.first().and_then(|first| first.split("==").next()).unwrap_or_default();
+    let inside = format!("opt/{name}-{version}");
+    set_up(&format!("forky/{inside}"), |folder| {
+        let temporary = tempfile::tempdir()?;
+        let pip = environment(temporary.path())?;
+        let mut install = pip();
+        install.args(["--only-binary=:all:", "--python-version", version, "--target"]).arg(folder).args(packages);
+        finish(&mut install, &format!("{name} for CPython {version} from PyPI"))
+    })?;
+    Ok(format!("/{inside}"))
 }
 
 /// A free-threaded build of CPython, of a version such as `3.14t`: one of the programs in
@@ -160,7 +180,8 @@ pub fn run_in_forky(root: &Path, program: impl AsRef<OsStr>) -> Command {
 /// The pid of the program that [`run_in_forky`], or another `unshare --fork`, runs: the only child
 /// of that process.
 ///
-/// # Errors The child does not exist yet, or has ended.
+/// # Errors
+/// The child does not exist yet, or has ended.
 pub fn only_child(pid: i32) -> Result<i32> {
     let children = procfs::children(pid, 1).unwrap_or_default();
     children.first().copied().with_context(|| format!("process {pid} has no child"))

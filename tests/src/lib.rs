@@ -17,7 +17,8 @@ pub use archive::{fuzz_corpus, keep_fuzz_corpus, rank6_dumps, read_archive, writ
 pub use artifacts::{Artifacts, INSTALLED, PACKAGES, artifacts, copy_stripped, old_enough, write_wheel};
 pub use fake_collector::{FakeCollector, RECONNECT, ReadMode};
 pub use forky::{
-    apt_get, forky, forky_headers, forky_python, forky_with_torch, free_threaded_python, only_child, run_in_forky,
+    apt_get, forky, forky_headers, forky_packages, forky_python, forky_with_torch, free_threaded_python, only_child,
+    run_in_forky,
 };
 pub use job::{Incident, Job, LAUNCHED_BY, end_jobs_on_signal};
 pub use needs::{DEBIAN_PYTHON, NEEDS, Need, lacks, missing};

@@ -208,7 +208,7 @@ impl PypiFramework {
 }
 
 /// Creates an environment, and returns the command that installs packages in it.
-fn environment(folder: &Path) -> Result<impl Fn() -> Command> {
+pub(crate) fn environment(folder: &Path) -> Result<impl Fn() -> Command> {
     environment_of(python(), folder)
 }
 

@@ -30,7 +30,7 @@ pub struct Timelines {
     /// Number of ranks.
     pub ranks: u32,
     /// Ranks of a node.
-    pub of_node: u32,
+    pub ranks_per_node: u32,
     /// Operations of each rank.
     pub operations: u32,
     /// Time between two operations, at least 100 us.
@@ -63,7 +63,7 @@ impl Default for Timelines {
     fn default() -> Self {
         Timelines {
             ranks: 4,
-            of_node: 4,
+            ranks_per_node: 4,
             operations: 4000,
             period_ns: 1_000_000,
             slow_rank: None,
@@ -85,8 +85,8 @@ impl Timelines {
     }
 
     /// The monotonic clock of a node at a moment of the job.
-    fn shown(&self, rank: u32, job_ns: u64) -> u64 {
-        let node = i64::from(rank / self.of_node);
+    fn clock_ns(&self, rank: u32, job_ns: u64) -> u64 {
+        let node = i64::from(rank / self.ranks_per_node);
         let drift = node as f64 * self.clock_step.1 * 1e-6;
         let start = 1_000_000_000_000_u64.saturating_add_signed(node * self.clock_step.0);
         start + job_ns.saturating_add_signed((job_ns as f64 * drift) as i64)
@@ -118,7 +118,7 @@ impl Timelines {
     pub fn write_samples(&self, folder: &Path, rank: u32, evaluates_from_ns: u64) -> Result<()> {
         const PERIOD_NS: u64 = 500_000_000;
         let TimelineHead { rank: info, clock, until_ns, .. } = self.head(rank);
-        let shown = |job_ns: u64| self.shown(rank, job_ns);
+        let shown = |job_ns: u64| self.clock_ns(rank, job_ns);
         let frame = |func_name: &str, file_name: &str| PySpyFrame {
             func_name: func_name.into(),
             file_name: file_name.into(),
@@ -155,12 +155,12 @@ impl Timelines {
     }
 
     fn head(&self, rank: u32) -> TimelineHead {
-        let (node, local) = (rank / self.of_node, rank % self.of_node);
-        let nodes = self.ranks.div_ceil(self.of_node);
+        let (node, local) = (rank / self.ranks_per_node, rank % self.ranks_per_node);
+        let nodes = self.ranks.div_ceil(self.ranks_per_node);
         let lasts_ns = self.hang.map_or(0, |hang| hang.lasts_ns);
         let until_ns = self.period_ns * (u64::from(self.operations) + 1) + lasts_ns;
         let reading = |job_ns: u64| ClockReading {
-            monotonic_ns: self.shown(rank, job_ns),
+            monotonic_ns: self.clock_ns(rank, job_ns),
             realtime_ns: (EPOCH_NS + job_ns).saturating_add_signed(i64::from(node % 30) * self.realtime_step_ns),
         };
         let communicator = |id: u64, size: u32, own: u32| Communicator {
@@ -179,7 +179,7 @@ impl Timelines {
             PySpyFrame { func_name: func_name.into(), file_name: file_name.into(), ..PySpyFrame::default() }
         };
         let memory = |quarter: u64| MemoryReading {
-            monotonic_ns: self.shown(rank, until_ns * quarter / 4),
+            monotonic_ns: self.clock_ns(rank, until_ns * quarter / 4),
             allocated_bytes: (quarter + 1) << 30,
         };
         TimelineHead {
@@ -188,7 +188,7 @@ impl Timelines {
                 rank: rank as i32,
                 world_size: self.ranks,
                 local_rank: local as i32,
-                local_world_size: self.of_node,
+                local_world_size: self.ranks_per_node,
                 job: "synthetic".into(),
                 node: format!("node-{node}"),
                 pid: 1000 + local as i32,
@@ -197,10 +197,10 @@ impl Timelines {
             }),
             writer: env!("CARGO_PKG_VERSION").into(),
             clock: vec![reading(0), reading(until_ns)],
-            from_ns: self.shown(rank, 0),
-            until_ns: self.shown(rank, until_ns),
+            from_ns: self.clock_ns(rank, 0),
+            until_ns: self.clock_ns(rank, until_ns),
             communicators: vec![
-                communicator(TP + u64::from(node), self.of_node.min(self.ranks), local),
+                communicator(TP + u64::from(node), self.ranks_per_node.min(self.ranks), local),
                 communicator(DP + u64::from(local), nodes, node),
             ],
             lost: if self.lossy_rank == Some(rank) { 7 } else { 0 },
@@ -216,11 +216,11 @@ impl Timelines {
     /// one before.
     fn pending(&self, rank: u32) -> Option<Operation> {
         let hang = self.hang.filter(|hang| hang.behind != rank)?;
-        let is_beside = hang.behind / self.of_node == rank / self.of_node;
+        let is_beside = hang.behind / self.ranks_per_node == rank / self.ranks_per_node;
         let next = u64::from(self.operations).next_multiple_of(8);
         let index = next + if is_beside { 2 } else { 3 };
         let later_ns = if is_beside { 0 } else { self.period_ns } + u64::from(rank) * self.period_ns / 100;
-        let entered_ns = self.shown(rank, (next * self.period_ns + later_ns) / 1000 * 1000);
+        let entered_ns = self.clock_ns(rank, (next * self.period_ns + later_ns) / 1000 * 1000);
         Some(Operation {
             entered_ns,
             returned_ns: entered_ns + 4_000,
@@ -234,7 +234,7 @@ impl Timelines {
 
     /// An operation. All times are whole microseconds of the job.
     fn operation(&self, rank: u32, index: u64) -> Operation {
-        let (node, local) = (rank / self.of_node, rank % self.of_node);
+        let (node, local) = (rank / self.ranks_per_node, rank % self.ranks_per_node);
         let part = self.period_ns / 100;
         // An all-reduce begins while the product before it may still run.
         let ahead = if index % 4 == 2 { 45 * part } else { 0 };
@@ -242,12 +242,12 @@ impl Timelines {
         // When the ranks reach an operation differs, and they wait for the last one.
         let late = |rank: u32| (u64::from(rank) * 7 + index * 13) % 10 * part;
         let slow = |rank: u32| if Some(rank) == self.slow_rank { 30 * part } else { 0 };
-        let is_across = index % 8 == 3 && self.ranks > self.of_node;
+        let is_across = index % 8 == 3 && self.ranks > self.ranks_per_node;
         let (started, ended) = match index % 4 {
             0 | 1 => (begin, begin + 60 * part + slow(rank)),
             _ => (begin + late(rank) + slow(rank), begin + ahead + 70 * part),
         };
-        let shown = |ns: u64| self.shown(rank, ns / 1000 * 1000);
+        let shown = |ns: u64| self.clock_ns(rank, ns / 1000 * 1000);
         let mut operation = Operation {
             ticket: index,
             peer: -1,

@@ -35,7 +35,7 @@ use crate::{
     collectives::is_completed,
     comparison::{self, Run},
     input::{Format, RankFile},
-    job::{Job, Rank, Settings, dimensions, parallel},
+    job::{Job, NotAGroup, Rank, Settings, dimensions, parallel},
     operations::{Breakdown, Busy, Meaning},
     original,
     perfetto::{self, Counts, RankTrace, host_track},
@@ -107,7 +107,7 @@ pub type Dimensions = std::sync::Arc<[(String, u32)]>;
 const EXIT_CODES: &str = "Exit codes: 0 if all files are written (stderr names timelines that cannot be read); 1 if \
 there is no timeline or a file cannot be written; 2 for wrong usage.";
 
-fn parse_dimensions(text: &str) -> Result<Dimensions, String> {
+fn parse_dimensions(text: &str) -> Result<Dimensions, NotAGroup> {
     dimensions(text).map(Dimensions::from)
 }
 
@@ -152,7 +152,7 @@ pub fn files(folder: &Path) -> io::Result<Vec<RankFile>> {
             timeline::EXTENSION => Format::Ops,
             samples::EXTENSION => Format::Samples,
             _ => {
-                let meta = read_text(&path.with_extension(original::META)).unwrap_or_default();
+                let meta = read_bounded(&path.with_extension(original::META)).unwrap_or_default();
                 Format::Original(original::names(&String::from_utf8_lossy(&meta)))
             }
         };
@@ -168,7 +168,8 @@ pub fn files(folder: &Path) -> io::Result<Vec<RankFile>> {
     Ok(files)
 }
 
-fn read_text(path: &Path) -> io::Result<Vec<u8>> {
+/// The contents of a file, at most its first [`MOST_TEXT_BYTES`].
+fn read_bounded(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     File::open(path)?.take(MOST_TEXT_BYTES).read_to_end(&mut bytes)?;
     Ok(bytes)
@@ -176,7 +177,7 @@ fn read_text(path: &Path) -> io::Result<Vec<u8>> {
 
 /// Reads the job of a folder, and prints what is missing.
 fn read_job(folder: &Path, settings: Settings, err: &mut dyn Write) -> anyhow::Result<Job> {
-    let verdict = match read_text(&folder.join("verdict.json")) {
+    let verdict = match read_bounded(&folder.join("verdict.json")) {
         Ok(bytes) => serde_json::from_slice::<Verdict>(&bytes).map(Some).map_err(|error| error.to_string()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error.to_string()),
@@ -325,7 +326,9 @@ fn launch_stacks(job: &Job, folder: &Path) -> PrefixTree {
             insert(rank.rank, (&meaning.name, meaning.class.name()), &frames.collect::<Vec<_>>());
         }
         if let Format::Original(_) = rank.file.format {
-            let Ok(bytes) = read_text(&folder.join(&rank.file.name).with_extension(original::STACKS)) else { continue };
+            let Ok(bytes) = read_bounded(&folder.join(&rank.file.name).with_extension(original::STACKS)) else {
+                continue;
+            };
             let Ok(stacks) = lenient::decode::<PythonStackInTimeline>(&bytes) else { continue };
             for stack in &stacks.named_frames {
                 let frames = stack.frames.iter().flat_map(|list| list.frames.iter().rev());
@@ -413,7 +416,7 @@ fn write_rank(
 #[must_use]
 pub fn samples_of(folder: &Path, rank: &Rank) -> Option<StackSamples> {
     let name = samples::file_name(rank.rank, rank.file.world_size);
-    samples::decode(&read_text(&folder.join(name)).ok()?).ok()
+    samples::decode(&read_bounded(&folder.join(name)).ok()?).ok()
 }
 
 /// The matrix products of a rank by their shapes.

@@ -180,15 +180,20 @@ pub fn parallel<T: Send>(threads: usize, count: usize, run: impl Fn(usize) -> T 
     results.into_iter().map(|(_, result)| result).collect()
 }
 
+/// A part of a text that is not the name and the size of a group.
+#[derive(Debug, thiserror::Error)]
+#[error("{0:?} is no group: write for example tp4-dp2")]
+pub struct NotAGroup(String);
+
 /// Parses groups such as `tp4-cp2-dp4-pp2`.
 ///
 /// # Errors
 /// A dimension has no name or no size.
-pub fn dimensions(text: &str) -> Result<Vec<(String, u32)>, String> {
+pub fn dimensions(text: &str) -> Result<Vec<(String, u32)>, NotAGroup> {
     let dimension = |part: &str| {
         let digits = part.find(|letter: char| letter.is_ascii_digit()).filter(|at| *at > 0);
         let parsed = digits.and_then(|at| Some((part[..at].to_string(), part[at..].parse().ok().filter(|n| *n > 0)?)));
-        parsed.ok_or_else(|| format!("{part:?} is no group: write for example tp4-dp2"))
+        parsed.ok_or_else(|| NotAGroup(part.into()))
     };
     text.split('-').map(dimension).collect()
 }

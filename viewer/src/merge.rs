@@ -153,6 +153,8 @@ impl Merger {
         }
     }
 
+    /// Adds the tasks and greenlets of a rank that wait. Those that wait alike in one thread, with
+    /// equal stacks, are one entry.
     fn add_waiting(&mut self, rank: u32, threads: &Threads<'_>, ids: &Interned) {
         for (thread, of_thread) in threads.python.iter().zip(&ids.python) {
             for (stack, waiting, index) in ids.waiting(threads, thread) {

@@ -471,8 +471,7 @@ pub(crate) fn is_file_lock(witness: &str) -> bool {
     patterns::FILE_LOCKS.contains(&witness)
 }
 
-/// Whether a witness of [`Activity::Lock`] is a lock that processes
-/// share.
+/// Whether a witness of [`Activity::Lock`] is a lock that processes share.
 pub(crate) fn is_shared_lock(witness: &str) -> bool {
     witness == patterns::SHARED_LOCK || is_exclusive_lock(witness)
 }

@@ -18,7 +18,7 @@ use crate::{
     verdict::EvidenceLine,
 };
 
-/// The different lines about the facts of findings, in their order.
+/// The lines for the facts of the findings, in the order of the facts. An equal line appears once.
 pub(crate) fn lines(case: &Case<'_>, findings: &[Finding]) -> impl Iterator<Item = EvidenceLine> {
     let mut shown = HashSet::new();
     let all = findings.iter().flat_map(|finding| finding.evidence.iter().flat_map(|fact| of_fact(case, finding, fact)));

@@ -207,8 +207,7 @@ layout! {
     runtime_gc,
     /// _gc_runtime_state, in PyInterpreterState.
     interpreter_gc,
-    /// The lists of objects of its generations, youngest first. Newer versions have other lists,
-    /// and free-threaded builds have none.
+    /// The lists of objects of its generations, youngest first. Free-threaded builds have none.
     gc_lists,
     /// Number of consecutive statistics of the youngest generation. The newest has the totals.
     gc_young_items,

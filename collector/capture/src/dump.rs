@@ -98,7 +98,8 @@ enum Command {
 
 /// Runs the command.
 ///
-/// # Errors No process was found, or the result cannot be written.
+/// # Errors
+/// No process was found, or the result cannot be written.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let logs = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "off".into());
     // This fails if a test has installed a subscriber already.

@@ -36,7 +36,8 @@ enum Message<A> {
 /// Runs the jobs and passes each result to `answer`, with the index of its job, as it arrives. The
 /// call returns by the deadline. Jobs that are not done by then have no result.
 ///
-/// # Errors No thread could be started.
+/// # Errors
+/// No thread could be started.
 pub(crate) fn run<J: Send + 'static, A: Send + 'static>(
     jobs: Vec<J>,
     config: &PoolConfig,

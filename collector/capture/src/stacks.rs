@@ -189,7 +189,8 @@ pub struct Mismatch {
 /// Checks that a native stack with this many frames of the interpreter's loop matches a Python
 /// stack.
 ///
-/// # Errors The two do not match.
+/// # Errors
+/// The two do not match.
 pub fn check_match(loops: usize, entries: &[bool]) -> Result<(), Mismatch> {
     let entered = entries.iter().filter(|entry| **entry).count();
     // C code enters the root frame of a complete stack.
@@ -200,7 +201,8 @@ pub fn check_match(loops: usize, entries: &[bool]) -> Result<(), Mismatch> {
 /// Merges the two stacks of one thread, both leaf first. `entries` holds, for each Python frame,
 /// whether C code entered the interpreter with it.
 ///
-/// # Errors The two stacks do not match.
+/// # Errors
+/// The two stacks do not match.
 pub fn merge<'a>(
     native: &'a [PstackFrame],
     python: &'a [PySpyFrame],

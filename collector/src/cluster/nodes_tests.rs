@@ -218,11 +218,10 @@ fn a_job_is_idle_only_if_all_nodes_are() {
     let b = node(&mut nodes, "b", 2);
     nodes.claim(a, vec![entry("j", 0, 0, 2)], 1);
     nodes.claim(b, vec![entry("j", 1, 0, 2)], 1);
-    let second = SECOND;
-    nodes.launched(b, job("j"), 19 * second);
-    assert_eq!(nodes.busy_elsewhere(&job("j"), a, 28 * second), Some("b"));
-    assert_eq!(nodes.busy_elsewhere(&job("j"), b, 28 * second), None);
-    assert_eq!(nodes.busy_elsewhere(&job("j"), a, 29 * second), None);
+    nodes.launched(b, job("j"), 19 * SECOND);
+    assert_eq!(nodes.busy_elsewhere(&job("j"), a, 28 * SECOND), Some("b"));
+    assert_eq!(nodes.busy_elsewhere(&job("j"), b, 28 * SECOND), None);
+    assert_eq!(nodes.busy_elsewhere(&job("j"), a, 29 * SECOND), None);
 }
 
 #[test]

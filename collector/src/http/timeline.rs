@@ -72,7 +72,8 @@ fn window(seconds: f64) -> Result<Duration, Refusal> {
 }
 
 fn ranks(ranks: Option<String>) -> Result<Option<RankSet>, Refusal> {
-    ranks.map(|ranks| ranks.parse()).transpose().map_err(Refusal::Unusable)
+    let parsed = ranks.map(|ranks| ranks.parse::<RankSet>()).transpose();
+    parsed.map_err(|error| Refusal::Unusable(error.to_string()))
 }
 
 #[derive(Deserialize)]

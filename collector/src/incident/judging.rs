@@ -25,13 +25,18 @@ pub(crate) fn judge_encoded(evidence: &Evidence, operations: &[EncodedOperations
     judge_by(evidence, |evidence| xpu_timer_analysis::judge_encoded(evidence, operations))
 }
 
+/// A panic, with its message.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct Panicked(String);
+
 /// Runs work and catches its panics, so that its thread does not end silently.
 ///
 /// # Errors
-/// The message of a panic.
-pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+/// The work has panicked.
+pub(crate) fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, Panicked> {
     // Nothing that the work has touched is used after a panic.
-    catch_unwind(AssertUnwindSafe(work)).map_err(|payload| panic_message(&*payload))
+    catch_unwind(AssertUnwindSafe(work)).map_err(|payload| Panicked(panic_message(&*payload)))
 }
 
 /// A verdict with the cause `unknown` and this sentence, for an incident that cannot be judged.

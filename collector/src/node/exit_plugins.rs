@@ -1,6 +1,7 @@
 //! What happens when a rank has failed: its reason goes to the log, and the exit plugins of
 //! DLRover's xpu_timer (`XPU_TIMER_EXIT_HOOK_PLUGIN`) are called: each in a Python process of its
-//! own that has a time limit, never in the rank.
+//! own that has a time limit, never in the rank. Each failed rank has a thread for this. The ranks
+//! of a node often fail together, so a limited number of plugins runs at the same time.
 
 use std::{
     fs::File,
@@ -9,7 +10,7 @@ use std::{
     os::{fd::AsFd, unix::process::CommandExt},
     path::{Path, PathBuf},
     process::{Command, ExitStatus},
-    sync::Arc,
+    sync::{Arc, Condvar, Mutex, PoisonError},
     thread,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
@@ -38,6 +39,9 @@ use crate::{
 
 /// Time limit of one plugin, for all processes that it starts in its group.
 const DEADLINE: Duration = Duration::from_secs(30);
+/// Maximum number of plugins that run at the same time. The time limit of a plugin starts with it,
+/// not while it waits.
+const MOST_AT_ONCE: usize = 4;
 /// Time between two looks whether it has ended.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long the stack at a fatal signal may still be in work when the process has ended.
@@ -48,6 +52,39 @@ const MOST_OUTPUT: usize = 64 << 10;
 
 /// Calls the function of a plugin. It reads what has happened from standard input as JSON.
 const RUNNER: &str = include_str!("exit_plugins.py");
+
+/// Counts the plugins that run. Each rank that is being examined has a reference to it.
+#[derive(Default)]
+pub(super) struct RunningPlugins {
+    count: Mutex<usize>,
+    ended: Condvar,
+}
+
+impl RunningPlugins {
+    /// Whether a rank is being examined: somebody else than the owner has a reference.
+    pub(super) fn are_needed(self: &Arc<Self>) -> bool {
+        Arc::strong_count(self) > 1
+    }
+
+    /// Waits until fewer than [`MOST_AT_ONCE`] plugins run, and counts one more until the result is
+    /// dropped.
+    fn enter(&self) -> RunningPlugin<'_> {
+        let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        let count = self.ended.wait_while(count, |count| *count >= MOST_AT_ONCE);
+        *count.unwrap_or_else(PoisonError::into_inner) += 1;
+        RunningPlugin(self)
+    }
+}
+
+/// A plugin that is counted as running.
+struct RunningPlugin<'a>(&'a RunningPlugins);
+
+impl Drop for RunningPlugin<'_> {
+    fn drop(&mut self) {
+        *self.0.count.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
+        self.0.ended.notify_one();
+    }
+}
 
 /// A rank that has failed.
 pub(super) struct FailedRank {
@@ -67,6 +104,8 @@ pub(super) struct FailedRank {
     pub plugins: Vec<PathBuf>,
     /// Name of its job.
     pub job: String,
+    /// The plugins that run for any rank.
+    pub running: Arc<RunningPlugins>,
 }
 
 impl FailedRank {
@@ -86,7 +125,7 @@ impl FailedRank {
         let Some(mut event) = self.event(exit, &found) else { return };
         for plugin in &self.plugins {
             event["plugin"] = json!(plugin);
-            if let Err(error) = self.call(&event) {
+            if let Err(error) = self.call(&event, DEADLINE) {
                 warn!("exit plugin {} for {}: {}", plugin.display(), self.title, chain(&error));
             }
         }
@@ -127,14 +166,16 @@ impl FailedRank {
         Some(event)
     }
 
-    /// Calls one plugin, and logs what it prints.
-    fn call(&self, event: &Value) -> Result<(), PluginError> {
+    /// Calls one plugin, and logs what it prints, one event for each line.
+    fn call(&self, event: &Value, limit: Duration) -> Result<(), PluginError> {
         let python = self.process.as_ref().and_then(|process| process.python.clone());
         let python = python.unwrap_or_else(|| "python3".into());
-        let called = match call(&python, event, DEADLINE) {
+        let running = self.running.enter();
+        let called = match call(&python, event, limit) {
             Ok(called) => called,
             Err(source) => return Err(PluginError::Call { python, source }),
         };
+        drop(running);
         for line in String::from_utf8_lossy(&called.output).lines().take(MOST_LINES) {
             info!("exit plugin for {}: {}", self.title, printable::line(line));
         }
@@ -275,6 +316,7 @@ mod tests {
             fault: SharedFault::default(),
             plugins: vec!["/job/plugin.py".into()],
             job: "train".into(),
+            running: Arc::default(),
         }
     }
 
@@ -313,6 +355,28 @@ mod tests {
         let leaves = "os.fork() or time.sleep(600)";
         assert_eq!(of(leaves, Duration::from_secs(1)), (String::new(), None));
         assert!(begun.elapsed() < long);
+    }
+
+    #[test]
+    fn the_plugins_of_many_ranks_run_four_at_a_time_each_with_its_limit() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("plugin.py");
+        std::fs::write(&path, "import time\ndef xpu_timer_parse_cpp_exception(infos): time.sleep(600)\n").unwrap();
+        let event = json!({ "plugin": path, "signal": { "signal": 11 } });
+        let (running, limit) = (Arc::new(RunningPlugins::default()), Duration::from_secs(2));
+        let begun = Instant::now();
+        thread::scope(|scope| {
+            for _ in 0..2 * MOST_AT_ONCE {
+                let failed = FailedRank { running: Arc::clone(&running), ..failed("killed by SIGSEGV") };
+                let event = &event;
+                scope.spawn(move || assert!(matches!(failed.call(event, limit), Err(PluginError::Late))));
+            }
+            assert!(running.are_needed());
+        });
+        // Each takes its limit: eight need two limits if four run at a time, and eight limits if
+        // they run one after another.
+        assert!((limit * 2..limit * 7).contains(&begun.elapsed()), "{:?}", begun.elapsed());
+        assert!(!running.are_needed() && *running.count.lock().unwrap() == 0);
     }
 
     #[test]

@@ -95,7 +95,7 @@ impl NodeState {
     /// Dumps an incident.
     pub(crate) fn dump(&mut self, id: &str, for_cluster: Option<ClusterPart>) {
         self.note_opened(id);
-        self.capture(id, for_cluster);
+        self.start_dump(id, for_cluster);
     }
 
     fn note_opened(&mut self, id: &str) {
@@ -229,15 +229,16 @@ impl NodeState {
 
     pub(super) fn capture_alone(&mut self, id: &str) {
         let part = ClusterPart { operations: UNREQUESTED_OPERATIONS, alone: true };
-        self.capture(id, self.settings.cluster.is_some().then_some(part));
+        self.start_dump(id, self.settings.cluster.is_some().then_some(part));
     }
 
-    fn capture(&mut self, id: &str, for_cluster: Option<ClusterPart>) {
-        let Some(job) = self.engine.get(id).map(|incident| incident.head.job.clone()) else { return };
+    /// Everything that the dump of an incident needs. `None` if there is no such incident.
+    fn dump_task(&mut self, id: &str, for_cluster: Option<ClusterPart>) -> Option<DumpTask> {
+        let job = self.engine.get(id)?.head.job.clone();
         let timelines = self.timelines_of(&job, Now::get());
-        let Some(incident) = self.engine.get(id) else { return };
-        let subjects = registered_subjects(&self.registry, &incident.head.job, &self.node);
         let now = Now::get();
+        let incident = self.engine.get(id)?;
+        let subjects = registered_subjects(&self.registry, &incident.head.job, &self.node);
         let unregistered = self.unregistered_ranks(now);
         let members = self.registry.members(&incident.head.job.name, &unregistered, now.mono_ns);
         let unregistered = unregistered.into_iter().filter(|rank| rank.job == incident.head.job);
@@ -245,7 +246,7 @@ impl NodeState {
         let of_job = self.registry.of_job(&incident.head.job);
         let settings = of_job.first().map(|rank| &rank.settings);
         let path = settings.map_or(&self.settings.timeline_path, |settings| &settings.timeline_path);
-        let task = DumpTask {
+        Some(DumpTask {
             plan: Plan {
                 head: incident.head.clone(),
                 hang_timeout: settings.map_or(self.settings.hang_timeout, |settings| settings.hang_timeout),
@@ -268,7 +269,12 @@ impl NodeState {
             ended_commands: self.launched.ended_commands().to_vec(),
             ended_sharers: self.sharers.ended_about(self.last_launch_ns(&incident.head.job, now)),
             job_started_ns: of_job.iter().map(|rank| rank.started_ns(now.mono_ns)).min().unwrap_or(now.mono_ns),
-        };
+        })
+    }
+
+    /// Starts the dump of an incident on a thread of its own.
+    fn start_dump(&mut self, id: &str, for_cluster: Option<ClusterPart>) {
+        let Some(task) = self.dump_task(id, for_cluster) else { return };
         let (captures, shutdown, inbox) = (Arc::clone(&self.captures), Arc::clone(&self.shutdown), self.inbox.clone());
         let (give, take) = mpsc::channel();
         let work = move || {

@@ -3,7 +3,6 @@
 use std::{path::Path, sync::Arc, thread, time::Duration};
 
 use tracing::{info, warn};
-use xpu_timer_analysis::Exit;
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
     ring::{self, header},
@@ -315,21 +314,18 @@ impl NodeState {
     }
 
     /// Logs why a rank failed, and calls the exit plugins.
-    fn note_failure(&self, id: RankId) {
-        let Some(rank) = self.registry.get(id).filter(|rank| !rank.auxiliary) else { return };
-        let exit = rank.exit.clone().unwrap_or_default();
-        if Exit::of(&exit).succeeded() || exit.is_empty() {
-            return;
-        }
+    fn note_failure(&mut self, id: RankId) {
+        let Some(rank) = self.registry.newly_failed(id) else { return };
         let failed = FailedRank {
             title: rank.title(),
             info: rank.info.clone(),
             process: rank.process.clone(),
             ring: rank.ring.clone(),
-            exit,
+            exit: rank.exit.clone().unwrap_or_default(),
             fault: Arc::clone(&rank.fault),
             plugins: self.settings.exit_plugins.clone(),
             job: rank.job.name.clone(),
+            running: Arc::clone(&self.plugins),
         };
         if let Err(error) = thread::Builder::new().name("failure".into()).spawn(move || failed.examine()) {
             warn!("{}: cannot start a thread to examine its failure: {error}", rank.title());

@@ -139,6 +139,8 @@ pub(super) struct Rank {
     pub lingers: bool,
     /// Whether its process has ended.
     pub gone: bool,
+    // Whether `newly_failed` has returned it.
+    failure_noted: bool,
     // Belongs to a world that another one has replaced.
     past: bool,
     said_goodbye: bool,
@@ -421,6 +423,7 @@ impl Registry {
             ended_ns: 0,
             lingers: false,
             gone: false,
+            failure_noted: false,
             past: false,
             said_goodbye: false,
             connection: Some(connection),
@@ -569,6 +572,15 @@ impl Registry {
             rank.ended_ns = now_ns;
         }
         died
+    }
+
+    /// A rank whose process has failed. `None` from the second call on: the end of its process and
+    /// the end of its connection both lead here.
+    pub(super) fn newly_failed(&mut self, id: RankId) -> Option<&Rank> {
+        let rank = self.ranks.get_mut(&id).filter(|rank| !rank.auxiliary && !rank.failure_noted)?;
+        let exit = rank.exit.as_deref().unwrap_or_default();
+        rank.failure_noted = !exit.is_empty() && !Exit::of(exit).succeeded();
+        rank.failure_noted.then_some(rank)
     }
 
     /// Removes jobs that ended long ago, and drops rings that nobody will read again: a ring

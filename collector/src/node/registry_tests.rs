@@ -53,6 +53,9 @@ fn a_goodbye_leaves_and_a_lost_connection_detaches_until_the_process_ends() {
     assert_eq!(ranks(&registry), [(0, Presence::Detached), (1, Presence::Left)]);
     assert!(!registry.ended(left, Some("exit code 0".into()), 7), "it had said goodbye");
     assert!(registry.ended(second, Some("killed by SIGKILL".into()), 7));
+    // The end of its connection and that of its process may both be noticed.
+    let failed = [left, second, second].map(|id| registry.newly_failed(id).is_some());
+    assert_eq!(failed, [false, true, false], "a failure is reported once");
     assert_eq!(ranks(&registry), [(0, Presence::Dead), (1, Presence::Left)]);
     assert!(!registry.is_alive(&job()));
     registry.forget(8);

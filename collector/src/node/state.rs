@@ -18,6 +18,7 @@ use crate::{
         captures::Captures,
         cluster_member::Member,
         dump::ShutdownFlag,
+        exit_plugins::RunningPlugins,
         inbox::Inbox,
         launched::{Launched, Unregistered},
         monitor::Monitor,
@@ -93,6 +94,8 @@ pub(super) struct NodeState {
     pub slow: SlowRanks,
     pub(super) compared_ns: u64,
     pub(super) verdict_actions: VerdictActions,
+    /// The exit plugins that run.
+    pub(super) plugins: Arc<RunningPlugins>,
     pub(super) filtered: BTreeMap<RankId, u32>,
     // Time of the loop's last turn.
     pub(super) turned_ns: u64,
@@ -179,6 +182,7 @@ impl NodeState {
             started: Now::get(),
             node,
             launched: Launched::default(),
+            plugins: Arc::default(),
             sharers: Sharers::default(),
             member: Member::default(),
             disk: Disk::new({
@@ -246,7 +250,10 @@ impl NodeState {
     /// Whether any work must not be cut off.
     #[must_use]
     pub(super) fn is_busy(&self) -> bool {
-        self.engine.is_busy() || self.verdict_actions.is_busy() || !self.pending_timelines.is_empty()
+        self.engine.is_busy()
+            || self.verdict_actions.is_busy()
+            || self.plugins.are_needed()
+            || !self.pending_timelines.is_empty()
     }
 
     /// Whether something is being written.

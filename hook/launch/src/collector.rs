@@ -106,7 +106,7 @@ pub(crate) fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Ru
     if let Ok(path) = &log_path {
         arguments.extend(["--log", path]);
     }
-    let log_path = log_path.as_ref().unwrap_or_else(|why| why);
+    let log_name = log_path.as_ref().map_or_else(ToString::to_string, Clone::clone);
     let mut child = process::spawn_detached(&program, &arguments, changes, log)
         .with_context(|| format!("{} cannot be started", program.display()))?;
 
@@ -131,7 +131,7 @@ pub(crate) fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Ru
                 .and_then(last_log_line)
                 .map(|line| format!(", saying \"{line}\""));
             let last_line = last_line.unwrap_or_default();
-            bail!("{} {what}{last_line} ({}: {why}); its log: {log_path}", program.display(), config.socket.display());
+            bail!("{} {what}{last_line} ({}: {why}); its log: {log_name}", program.display(), config.socket.display());
         }
         child.wait(POLL_INTERVAL, ended);
     }
@@ -256,9 +256,22 @@ fn problems(mut log: File, before: u64) -> Option<String> {
     (!all.is_empty()).then(|| format!("the node collector works, but {}", all.join("; ")))
 }
 
+/// Why the collector has no log. It is shown in place of the path.
+#[derive(Debug)]
+struct NoLog {
+    path: PathBuf,
+    error: io::Error,
+}
+
+impl std::fmt::Display for NoLog {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "none, because {}: {}", self.path.display(), self.error)
+    }
+}
+
 /// The collector's log and its name: the configured path, else a file in the user's own folder (the
 /// path may belong to another user), else /dev/null and the reason.
-fn open_log(config: &Config) -> (File, Result<String, String>) {
+fn open_log(config: &Config) -> (File, Result<String, NoLog>) {
     let [mode, folder_mode] = config.modes;
     let answers = bounded_io::answers(&config.log);
     if let Some(folder) = config.log.parent().filter(|_| answers.is_ok()) {
@@ -278,7 +291,7 @@ fn open_log(config: &Config) -> (File, Result<String, String>) {
         .unwrap_or_else(|error| {
             let null = OpenOptions::new().write(true).open("/dev/null");
             let null = null.expect("a system without /dev/null runs no shell either");
-            (null, Err(format!("none, because {}: {error}", config.log.display())))
+            (null, Err(NoLog { path: config.log.clone(), error }))
         })
 }
 
@@ -347,7 +360,7 @@ mod tests {
         std::os::unix::fs::symlink(&victim, &link).unwrap();
         let socket = folder.path().join("no/folder/1.sock");
         let (_, name) = open_log(&Config { log: link, socket, append: false, ..Config::read() });
-        assert!(name.unwrap_err().starts_with("none"));
+        assert!(name.unwrap_err().to_string().starts_with("none"));
         assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
         let hard = folder.path().join("hard.log");
         std::fs::hard_link(&victim, &hard).unwrap();
@@ -375,10 +388,10 @@ mod tests {
         std::os::unix::fs::symlink("/dev/null", &log).unwrap();
         let socket = folder.path().join("xpu_timer-7/1.sock");
         let config = Config { log, socket: socket.clone(), append: false, ..Config::read() };
-        assert_eq!(open_log(&config).1, Ok(socket.with_file_name(LOG_FILE).display().to_string()));
+        assert_eq!(open_log(&config).1.unwrap(), socket.with_file_name(LOG_FILE).display().to_string());
         let everybodys = PermissionsExt::from_mode(0o777);
         std::fs::set_permissions(socket.parent().unwrap(), everybodys).unwrap();
-        assert!(open_log(&config).1.unwrap_err().starts_with("none"));
+        assert!(open_log(&config).1.unwrap_err().to_string().starts_with("none"));
     }
 
     #[test]
@@ -396,7 +409,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("a/b/xpu_timer_collector.log");
         let (_, name) = open_log(&Config { log: log.clone(), append: false, ..Config::read() });
-        assert_eq!(name, Ok(log.display().to_string()));
+        assert_eq!(name.unwrap(), log.display().to_string());
         let mode = |path: &Path| std::fs::metadata(path).unwrap().mode() & 0o777;
         assert_eq!((mode(&log), mode(log.parent().unwrap())), (0o600, 0o700));
         // A file of an earlier version.

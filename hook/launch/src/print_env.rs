@@ -82,14 +82,15 @@ fn text_of(report: &Report) -> String {
     // Writing into a String cannot fail.
     let _ = writeln!(text, "xpu_timer {}\n\nParts", env!("CARGO_PKG_VERSION"));
     for part in &report.parts {
-        let place = part.place.as_ref().map_or_else(|why| format!("MISSING: {why}"), |path| path.display().to_string());
+        let place =
+            part.place.as_ref().map_or_else(|why| format!("MISSING: {why:#}"), |path| path.display().to_string());
         let _ = writeln!(text, "  {:<16} {}", part.name, line(&place));
     }
     for plugin in &report.plugins {
         let path = plugin.path.display();
         let found = plugin.functions.as_ref();
         let functions = found
-            .map_or_else(|why| format!("{path}: UNUSABLE: {why}"), |found| format!("{path}: {}", found.join(", ")));
+            .map_or_else(|why| format!("{path}: UNUSABLE: {why:#}"), |found| format!("{path}: {}", found.join(", ")));
         let _ = writeln!(text, "  {:<16} {}", "exit plugin", line(&functions));
     }
     let answers = match &report.collector {
@@ -160,7 +161,7 @@ fn hooked(text: &mut String, target: &Hooked) {
 
 fn functions(library: &HookedLibrary) -> String {
     match &library.functions {
-        Err(why) => format!("cannot be read: {why}"),
+        Err(why) => format!("cannot be read: {why:#}"),
         Ok(names) if names.is_empty() => "none of its functions is hooked by name".into(),
         Ok(names) => {
             let first = names.iter().take(SHOWN_FUNCTIONS).cloned().collect::<Vec<_>>().join(", ");

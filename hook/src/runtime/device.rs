@@ -147,7 +147,7 @@ pub(crate) fn is_default(stream: usize) -> bool {
     stream <= STREAM_PER_THREAD
 }
 
-/// A device number as a context.
+/// A device number as the number of a context, where 0 means an unknown one.
 fn numbered(device: c_int) -> usize {
     (device + 1).max(0) as usize
 }

@@ -317,7 +317,7 @@ fn churn(report: &mut Report, options: &Options) -> Result<()> {
         // A capture that takes nothing must not pass for one without errors.
         report.check(&what, format!("{share:.2} %"), "at least 95 %", outcome.expected > 0 && share >= 95.0);
         for (reason, count) in outcome.incomplete {
-            report.note(&format!("not whole: {reason}"), count.to_string());
+            report.note(&format!("incomplete: {reason}"), count.to_string());
         }
     }
     Ok(())

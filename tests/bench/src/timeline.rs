@@ -64,7 +64,7 @@ pub fn run(options: &Options) -> Result<bool> {
     fs::create_dir(&output)?;
     let timelines = Timelines {
         ranks: options.ranks,
-        of_node: 8,
+        ranks_per_node: 8,
         operations: options.operations,
         slow_rank: Some(5),
         clock_step: (1_000_000_000, 0.1),

@@ -84,7 +84,8 @@ fn main() -> ExitCode {
 
 /// Runs the selected faults. Returns whether every promise held.
 ///
-/// # Errors The fault does not exist, or the table cannot be written.
+/// # Errors
+/// The fault does not exist, or the table cannot be written.
 fn run(options: &Options) -> Result<bool> {
     let chosen = |fault: &Fault| {
         let has = |word: &String| fault.name.contains(word) || fault.area == *word;

@@ -289,7 +289,7 @@ mod tests {
     /// A file of each format, behind the byte that selects it.
     fn timelines() -> Vec<Vec<u8>> {
         let folder = tempfile::tempdir().unwrap();
-        let timelines = Timelines { ranks: 1, of_node: 1, operations: 16, ..Timelines::default() };
+        let timelines = Timelines { ranks: 1, ranks_per_node: 1, operations: 16, ..Timelines::default() };
         timelines.write(folder.path()).unwrap();
         let ours = fs::read(folder.path().join("00000-00001.ops")).unwrap();
         let collective = NcclDebugData { comm_hash: 7, ranks: 2, seq: 1, ..Default::default() };

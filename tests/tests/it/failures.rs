@@ -370,6 +370,37 @@ fn exit_plugins_are_called_outside_of_the_rank() {
 }
 
 #[test]
+fn the_plugins_of_eight_ranks_that_fail_together_write_whole_lines() {
+    const TALKER: &str = "\
+def xpu_timer_parse_python_exception(type, value, traceback, infos):
+    for line in range(50):
+        print('line', line, 'of rank', infos['rank'], '-' * 150, 'end', flush=True)
+";
+    let job = Job::new();
+    let plugin = job.dir.join("talker.py");
+    fs::write(&plugin, TALKER).unwrap();
+    let job = job.with("XPU_TIMER_EXIT_HOOK_PLUGIN", &plugin.display().to_string());
+    let examples = tree().join("tests/examples");
+    let mut command = job.launch(python());
+    command.arg(examples.join("run_ranks.py")).args(["--nproc", "8"]).arg(examples.join("ends.py"));
+    let _ranks = Process::spawn(command.args(["--how", "raise"]));
+    let dashes = "-".repeat(150);
+    let lines = (0..8).flat_map(|rank| (0..50).map(move |line| (rank, line)));
+    let mut expected: Vec<String> =
+        lines.map(|(rank, line)| format!("line {line} of rank {rank} {dashes} end")).collect();
+    expected.sort_unstable();
+    let printed = || -> Vec<String> {
+        let log = job.logs();
+        let texts = log.lines().filter_map(|line| line.split_once("exit plugin for ")?.1.split_once(": "));
+        texts.map(|(_, text)| text.to_string()).collect()
+    };
+    wait_until(PATIENCE, "the log has the output of all plugins", || printed().len() >= expected.len());
+    let mut printed = printed();
+    printed.sort_unstable();
+    assert!(printed == expected, "{} of {} lines: {printed:#?}", printed.len(), expected.len());
+}
+
+#[test]
 fn exceptions_that_are_being_handled_are_read_from_every_python() {
     const PROGRAM: &str = "import sys, time\n\
         def fetch():\n    raise ConnectionError('refused', 7)\n\

@@ -95,8 +95,8 @@ impl Mpi {
     }
 }
 
-/// Ranks of MPI wait by polling, so two such jobs at the same time starve each other on a small
-/// machine.
+/// A lock that a test holds while its job runs: ranks of MPI wait by polling, so two such jobs at
+/// the same time starve each other on a small machine.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)

@@ -37,7 +37,7 @@ fn verdict_of(folder: &Path) -> Value {
 /// A minute of four ranks on one node, of which rank 2 hangs.
 const HANG: Timelines = Timelines {
     ranks: 4,
-    of_node: 4,
+    ranks_per_node: 4,
     operations: 6000,
     period_ns: 10_000_000,
     slow_rank: None,
@@ -352,7 +352,7 @@ fn the_last_operations_are_shown_for_a_large_job() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::large(folder.path(), 1024, 2);
     // The cluster collector fetches the files of the culprits and of one rank of each group.
-    let all = Timelines { ranks: 1024, of_node: 8, operations: 100, hang: None, ..HANG };
+    let all = Timelines { ranks: 1024, ranks_per_node: 8, operations: 100, hang: None, ..HANG };
     let culprits = verdict_of(folder.path())["culprits"].as_array().expect("a list").clone();
     let culprit = culprits[0].as_u64().expect("a rank") as u32;
     [culprit, 77].iter().for_each(|rank| all.write_rank(folder.path(), *rank).expect("own folder"));
@@ -389,7 +389,7 @@ fn bars_of(lanes: &Value, rank: usize, name: &str) -> Vec<[u64; 4]> {
 fn the_lanes_of_nodes_with_wrong_clocks_are_aligned() {
     // Monotonic clocks 60 s and 50 ppm apart, realtime clocks 7 s apart.
     let timelines = Timelines {
-        of_node: 2,
+        ranks_per_node: 2,
         clock_step: (60_000_000_000, 50.0),
         realtime_step_ns: -7_000_000_000,
         hang: Some(Hang { behind: 3, lasts_ns: 310_000_000_000 }),
@@ -438,7 +438,7 @@ fn lanes_whose_clocks_cannot_be_aligned_are_marked() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::small(folder.path());
     // Of two nodes, one rank each, which have no communicator in common.
-    let timelines = Timelines { of_node: 2, hang: None, ..HANG };
+    let timelines = Timelines { ranks_per_node: 2, hang: None, ..HANG };
     [0, 3].iter().for_each(|rank| timelines.write_rank(folder.path(), *rank).expect("own folder"));
     let lanes = lanes_of(folder.path());
     assert_eq!(lanes["clocks"]["refused"], json!(["node-1"]));
@@ -520,7 +520,7 @@ fn the_lanes_of_a_thousand_ranks_are_fluent() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::large(folder.path(), 1024, 1);
     let hang = Some(Hang { behind: 389, lasts_ns: 310_000_000_000 });
-    Timelines { ranks: 1024, of_node: 8, hang, ..HANG }.write(folder.path()).expect("own folder");
+    Timelines { ranks: 1024, ranks_per_node: 8, hang, ..HANG }.write(folder.path()).expect("own folder");
     let (report, took) = report_of(folder.path());
     let bytes = fs::metadata(&report).expect("it was written").len();
     let start = Instant::now();

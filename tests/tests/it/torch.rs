@@ -433,8 +433,8 @@ fn every_metric_of_a_running_job_has_its_labels_its_level_and_the_right_value() 
             && counted(&text) == printed
     });
     common(&text);
-    collectives(&text);
-    products(&text);
+    check_collectives(&text);
+    check_products(&text);
     memory(&text);
 }
 
@@ -522,7 +522,8 @@ fn kernels(text: &str, prefix: &str, performance: &str, labels: &[&str]) -> Vec<
     performance.into_iter().map(|one| (one.clone(), same(&average, &one.labels))).collect()
 }
 
-fn collectives(text: &str) {
+/// The metrics of collectives have their labels, and agree with the average durations.
+fn check_collectives(text: &str) {
     let labels = ["algorithm", "dtype", "level", "operation", "small", "transport"];
     let all = kernels(text, "XPU_TIMER_COLL_KERNEL", "BANDWIDTH", &labels);
     for (sample, _) in &all {
@@ -548,7 +549,8 @@ fn collectives(text: &str) {
     assert!(all.iter().any(|(sample, _)| sample.label("operation") == "AllReduce" && sample.label("dtype") == "fp32"));
 }
 
-fn products(text: &str) {
+/// The metrics of matrix products have their labels, and agree with the average durations.
+fn check_products(text: &str) {
     for (sample, average_us) in kernels(text, "XPU_TIMER_MM_KERNEL", "FLOPS", &["dtype", "level", "operation"]) {
         assert_eq!((sample.label("operation"), sample.label("dtype")), ("Matmul", "bf16"), "{sample:?}");
         let tflops = FLOP / average_us / 1e6;

@@ -61,7 +61,7 @@ const OPERATIONS: u32 = 4000;
 /// Two nodes of two ranks, whose clocks are 40 s and 20 ppm apart.
 const TWO_NODES: Timelines = Timelines {
     ranks: 4,
-    of_node: 2,
+    ranks_per_node: 2,
     operations: OPERATIONS,
     period_ns: 1_000_000,
     slow_rank: Some(1),
@@ -309,8 +309,9 @@ fn the_start_of_a_cut_file_is_used() {
 
 #[test]
 fn the_comparison_names_lost_time_and_the_slow_rank() {
-    let before = folder(Timelines { ranks: 8, of_node: 8, slow_rank: None, clock_step: (0, 0.0), ..TWO_NODES });
-    let after = folder(Timelines { ranks: 8, of_node: 8, slow_rank: Some(5), clock_step: (0, 0.0), ..TWO_NODES });
+    let before = folder(Timelines { ranks: 8, ranks_per_node: 8, slow_rank: None, clock_step: (0, 0.0), ..TWO_NODES });
+    let after =
+        folder(Timelines { ranks: 8, ranks_per_node: 8, slow_rank: Some(5), clock_step: (0, 0.0), ..TWO_NODES });
     let out = tempfile::tempdir().unwrap();
     let mut texts = BTreeMap::new();
     for kind in ["performance-diff", "tflops-box", "xccl-box"] {

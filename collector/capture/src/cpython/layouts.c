@@ -128,8 +128,13 @@ int main(void) {
     NUMBER("gc_generation_size", sizeof(struct gc_generation_stats));
     AT("gc_collections", struct gc_generation_stats, collections);
     AT("gc_collecting", struct _gc_runtime_state, collecting);
-#if PY_VERSION_HEX >= 0x030e0000 || defined(Py_GIL_DISABLED)
+#ifdef Py_GIL_DISABLED
     NONE("gc_lists");
+#elif PY_VERSION_HEX >= 0x030e0000
+    // The name of the three lists depends on the patch release of 3.14: its first releases have
+    // an incremental collector, whose lists are of the same size and at the same place.
+    SOME_NUMBER("gc_lists", offsetof(struct _gc_runtime_state, permanent_generation) -
+                                3 * sizeof(struct gc_generation));
 #else
     SOME("gc_lists", struct _gc_runtime_state, generations);
 #endif

@@ -299,7 +299,7 @@ fn body<'a>(
         body.extend(doubt(trace, paint).map(|text| lines.add(text)));
     }
     if !thread.incomplete.is_empty() {
-        let text = format!("not whole: {}", line(&thread.incomplete));
+        let text = format!("incomplete: {}", line(&thread.incomplete));
         body.push(lines.add(format!("    {}", paint.with(RED, text))));
     }
     if thread.capture() == CaptureMethod::KernelOnly || thread.frames.is_empty() {

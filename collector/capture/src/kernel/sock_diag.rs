@@ -28,7 +28,8 @@ pub enum Scope {
 
 /// Passes each socket that the kernel reports to `each`.
 ///
-/// # Errors The kernel does not answer over netlink, has no such socket, or the deadline passes.
+/// # Errors
+/// The kernel does not answer over netlink, has no such socket, or the deadline passes.
 /// `each` may have received some sockets before the error.
 pub fn query(
     request: InetRequest,

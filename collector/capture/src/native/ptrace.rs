@@ -255,9 +255,8 @@ const MAX_HOLD: Duration = Duration::from_millis(400);
 
 static EXPENDABLE: AtomicBool = AtomicBool::new(false);
 
-/// From now on, the kernel kills this process if it holds a thread for longer than
-/// [`MAX_HOLD`], whatever prevents the release: a SIGSTOP, a debugger, a freezer, a busy
-/// machine.
+/// From now on, the kernel kills this process if it holds a thread for longer than [`MAX_HOLD`],
+/// whatever prevents the release: a SIGSTOP, a debugger, a freezer, a busy machine.
 pub(crate) fn enable_hold_watchdog() {
     EXPENDABLE.store(true, Ordering::Relaxed);
 }

@@ -183,6 +183,8 @@ impl CountReader {
         Some((collections, self.loaders.yielded()))
     }
 
+    /// Names the frames of stacks that the hook has recorded as addresses. A frame whose code is
+    /// gone is shown as `??`.
     fn name_stacks(&self, stacks: &[RawStack]) -> Vec<NamedStack> {
         let layout = &*self.layout;
         let memory = &mut Snapshot::new(self.live_tid);

@@ -5,7 +5,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use anyhow::Result;
+use anyhow::{Result, anyhow, ensure};
 use serde_json::{Value, json};
 use xpu_timer_proto::{
     env::{HANDED_OVER, Origin, Setting},
@@ -69,20 +69,24 @@ pub(super) struct Plugin {
     /// Its path.
     pub path: PathBuf,
     /// Which functions of the original tool it defines, or why it cannot be used.
-    pub functions: Result<Vec<&'static str>, String>,
+    pub functions: Result<Vec<&'static str>>,
 }
 
 impl Plugin {
     /// Reads the file without running it.
     fn of(path: PathBuf) -> Self {
-        const FUNCTIONS: [&str; 2] = ["xpu_timer_parse_python_exception", "xpu_timer_parse_cpp_exception"];
-        let functions = file::read_within(&path).map_err(|error| error.to_string()).and_then(|bytes| {
-            let text = String::from_utf8_lossy(&bytes).into_owned();
-            let defines = |name: &&str| text.lines().any(|line| line.starts_with(&format!("def {name}(")));
-            let found: Vec<&'static str> = FUNCTIONS.into_iter().filter(defines).collect();
-            if found.is_empty() { Err(format!("it defines neither {}", FUNCTIONS.join(" nor "))) } else { Ok(found) }
-        });
+        let functions = Plugin::functions_in(&path);
         Plugin { path, functions }
+    }
+
+    fn functions_in(path: &Path) -> Result<Vec<&'static str>> {
+        const FUNCTIONS: [&str; 2] = ["xpu_timer_parse_python_exception", "xpu_timer_parse_cpp_exception"];
+        let bytes = file::read_within(path)?;
+        let text = String::from_utf8_lossy(&bytes);
+        let defines = |name: &&str| text.lines().any(|line| line.starts_with(&format!("def {name}(")));
+        let found: Vec<&'static str> = FUNCTIONS.into_iter().filter(defines).collect();
+        ensure!(!found.is_empty(), "it defines neither {}", FUNCTIONS.join(" nor "));
+        Ok(found)
     }
 }
 
@@ -93,7 +97,7 @@ pub(super) struct HookedLibrary {
     /// The library.
     pub library: Library,
     /// Names of its exported functions that the hook has, or why they are unknown.
-    pub functions: Result<Vec<String>, String>,
+    pub functions: Result<Vec<String>>,
 }
 
 impl Report {
@@ -113,13 +117,13 @@ impl Report {
         let parts = find_parts(&config);
         for part in &parts {
             if let Err(why) = &part.place {
-                problems.push(format!("the {} is missing: {why}", part.name));
+                problems.push(format!("the {} is missing: {why:#}", part.name));
             }
         }
         let plugins: Vec<Plugin> = source.exit_plugins().into_iter().map(Plugin::of).collect();
         for plugin in &plugins {
             if let Err(why) = &plugin.functions {
-                problems.push(format!("the exit plugin {} cannot be used: {why}", plugin.path.display()));
+                problems.push(format!("the exit plugin {} cannot be used: {why:#}", plugin.path.display()));
             }
         }
         let hook = parts.iter().find(|part| part.name == "hook").and_then(|part| part.place.as_deref().ok());
@@ -163,8 +167,8 @@ impl Report {
                 "problem": setting.problem.as_ref().map(ToString::to_string),
             })
         };
-        let part = |part: &Part| json!({ "name": part.name, "path": part.place.as_ref().ok(), "problem": part.place.as_ref().err() });
-        let plugin = |plugin: &Plugin| json!({ "path": plugin.path, "functions": plugin.functions.as_ref().ok(), "problem": plugin.functions.as_ref().err() });
+        let part = |part: &Part| json!({ "name": part.name, "path": part.place.as_ref().ok(), "problem": problem(&part.place) });
+        let plugin = |plugin: &Plugin| json!({ "path": plugin.path, "functions": plugin.functions.as_ref().ok(), "problem": problem(&plugin.functions) });
         json!({
             "version": env!("CARGO_PKG_VERSION"),
             "whose": self.whose,
@@ -191,7 +195,7 @@ impl Hooked {
                 "name": library.library.name,
                 "path": library.library.file,
                 "functions": library.functions.as_ref().ok(),
-                "problem": library.functions.as_ref().err(),
+                "problem": problem(&library.functions),
             })
         };
         json!({
@@ -282,7 +286,7 @@ impl Hooked {
         };
         for layer in Layer::ALL.into_iter().chain([Layer::Mpi]) {
             for library in libraries.iter().filter(|library| belongs(library, layer, self.family)) {
-                let functions = target::exported_functions(&library.file).map_err(|error| format!("{error:#}"));
+                let functions = target::exported_functions(&library.file);
                 let functions = functions.map(|names| names.intersection(&exports).cloned().collect());
                 let layer = coverage::LAYERS[usize::from(layer.layer())];
                 self.libraries.push(HookedLibrary { layer, library: library.clone(), functions });
@@ -343,28 +347,33 @@ pub(super) struct Part {
     /// Its name.
     pub name: &'static str,
     /// Its path.
-    pub place: Result<PathBuf, String>,
+    pub place: Result<PathBuf>,
 }
 
 /// The parts that a job needs, found by the rules with which they find each other. The collector
 /// looks for the viewer beside itself.
 fn find_parts(config: &Config) -> Vec<Part> {
-    let hook = preload::find(config).map_err(|error| format!("{error:#}"));
-    let daemon = collector::find(config).map_err(|error| format!("{error:#}")).and_then(there);
+    let daemon = collector::find(config).and_then(there);
     let beside = |program: &Path| program.with_file_name("xpu_timer_stacktrace_viewer");
     let viewer = match &daemon {
         Ok(daemon) => there(beside(daemon)),
-        Err(_) => Err("it belongs beside the collector, which is missing".into()),
+        Err(_) => Err(anyhow!("it belongs beside the collector, which is missing")),
     };
     vec![
-        Part { name: "hook", place: hook },
+        Part { name: "hook", place: preload::find(config) },
         Part { name: "collector", place: daemon },
         Part { name: "viewer", place: viewer },
     ]
 }
 
-fn there(path: PathBuf) -> Result<PathBuf, String> {
-    if path.is_file() { Ok(path) } else { Err(format!("{} does not exist", path.display())) }
+/// The text of an error, with its sources.
+fn problem<T>(result: &Result<T>) -> Option<String> {
+    result.as_ref().err().map(|error| format!("{error:#}"))
+}
+
+fn there(path: PathBuf) -> Result<PathBuf> {
+    ensure!(path.is_file(), "{} does not exist", path.display());
+    Ok(path)
 }
 
 #[cfg(test)]

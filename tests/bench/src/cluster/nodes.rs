@@ -381,7 +381,7 @@ fn timeline() -> Result<Vec<u8>> {
     let folder = tempfile::tempdir()?;
     let (ranks, operations) = (1, OPERATIONS);
     let period_ns = SECOND / u64::from(OPERATIONS / TIMELINE_SECONDS);
-    Timelines { ranks, of_node: 1, operations, period_ns, ..Timelines::default() }.write(folder.path())?;
+    Timelines { ranks, ranks_per_node: 1, operations, period_ns, ..Timelines::default() }.write(folder.path())?;
     Ok(fs::read(folder.path().join(file_name(0, ranks)))?)
 }
 

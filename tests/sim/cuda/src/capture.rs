@@ -173,6 +173,7 @@ impl Capture {
         Arc::as_ptr(&self.graph) as GraphHandle
     }
 
+    /// The recorded work in its order, when the origin ends the capture.
     fn take_nodes(&self) -> Result<Vec<Work>, CuError> {
         let mut state = self.lock();
         if !state.valid {

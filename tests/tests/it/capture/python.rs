@@ -23,8 +23,8 @@ use xpu_timer_proto::{
     v1::StackSamples,
 };
 use xpu_timer_tests::{
-    PATIENCE, Process, artifacts, forky, free_threaded_python, only_child, python, python_version, run_in_forky, skip,
-    wait_until,
+    PATIENCE, Process, artifacts, forky, forky_packages, free_threaded_python, only_child, python, python_version,
+    python_with, run_in_forky, skip, wait_until,
 };
 
 use super::{capture_until, describe};
@@ -100,6 +100,17 @@ impl Python {
     /// The same one with a GIL, which a free-threaded build enables when it is asked to.
     pub fn with_gil(self) -> Python {
         Python { options: if self.free_threaded { &["-X", "gil=1"] } else { &[] }, ..self }
+    }
+
+    /// The same one with packages from PyPI, and how a script that uses them begins.
+    pub fn with_packages(self, packages: &[&str]) -> (Python, String) {
+        let version = self.version();
+        if self.root.is_some() {
+            let folder = forky_packages(packages, &version).expect("the packages");
+            return (self, format!("import sys; sys.path.insert(0, {folder:?}); "));
+        }
+        let program = python_with(packages, &self.program, &version).expect("the packages");
+        (Python { program, ..self }, String::new())
     }
 
     /// Its version, with the `t` of a free-threaded build.

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::Path, process::Command, time::Duration};
 
 use xpu_timer_capture::{Capturer, Frame, Options, ProcessCapture, merge};
 use xpu_timer_proto::server::{ProcessSample, PySpyFrame, PySpyStacktrace};
-use xpu_timer_tests::{GEVENT, PATIENCE, Process, TRIO, compile_c, python_version, python_with, skip};
+use xpu_timer_tests::{GEVENT, PATIENCE, Process, TRIO, compile_c, python_version, skip};
 
 use super::{
     capture_until, describe,
@@ -539,14 +539,10 @@ fn tasks_of_trio_that_wait() {
         found.retain(|(_, place)| place.starts_with("script.py"));
         found
     };
-    for minor in 9..=14 {
-        let version = &format!("3.{minor}");
-        let Some(program) = python_version(version) else {
-            skip(&format!("CPython {version} is not installed"));
-            continue;
-        };
-        let program = python_with(TRIO, &program, version).expect("trio");
-        let script = Python::here(minor, program).start(TRIO_TASKS, &[]);
+    for python in python::all().into_iter().filter(|python| python.minor >= 9 && !python.free_threaded) {
+        let (minor, version) = (python.minor, &python.version());
+        let (python, start) = python.with_packages(TRIO);
+        let script = python.start(&(start + TRIO_TASKS), &[]);
         let captured = capture_until(script.pid, version, |sample| {
             sample.py_stacktrace.first().is_some_and(|thread| own(&thread.frames).first() == Some(&inner[0]))
         });
@@ -590,14 +586,10 @@ fn greenlets_that_are_switched_away_from() {
     }
     let place = |name: &str, wanted: &str| (name.to_string(), format!("script.py:{}", line_of(GREENLETS, wanted)));
     let fetches = vec![place("fetch_page", "pages.get"), place("worker", "    fetch_page")];
-    for minor in [9, 11, 12, 13] {
-        let version = &format!("3.{minor}");
-        let Some(program) = python_version(version) else {
-            skip(&format!("CPython {version} is not installed"));
-            continue;
-        };
-        let program = python_with(GEVENT, &program, version).expect("gevent");
-        let script = Python::here(minor, program).start(GREENLETS, &[]);
+    for python in python::all().into_iter().filter(|python| python.minor >= 9 && !python.free_threaded) {
+        let version = &python.version();
+        let (python, start) = python.with_packages(GEVENT);
+        let script = python.start(&(start + GREENLETS), &[]);
         let captured = capture_until(script.pid, version, |sample| {
             sample.py_stacktrace.first().is_some_and(|thread| thread.suspended.len() == 6)
         });

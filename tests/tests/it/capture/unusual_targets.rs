@@ -81,7 +81,7 @@ fn memory_is_read_from_a_file_where_the_call_is_forbidden() {
             let places = ["clock_nanosleep", "> innermost", "> outermost", "> <module>", "_start"].map(|wanted| {
                 text.find(wanted).unwrap_or_else(|| panic!("{errno} {arguments:?}: no {wanted}: {text}"))
             });
-            assert!(places.is_sorted() && !text.contains("not whole"), "{errno} {arguments:?}: {text}");
+            assert!(places.is_sorted() && !text.contains("incomplete"), "{errno} {arguments:?}: {text}");
         }
     }
 }
@@ -107,7 +107,7 @@ fn without_samples_threads_that_sleep_are_whole() {
                 && sample.stacktrace.iter().all(|thread| thread.capture() == CaptureMethod::ZeroStop)
         });
         let output = dump_without(folder.path(), &forbidden, sleeping.pid(), &[]);
-        assert!(output.status.success() && !text(&output).contains("not whole"), "{}", text(&output));
+        assert!(output.status.success() && !text(&output).contains("incomplete"), "{}", text(&output));
         assert!(text(&output).contains("4 threads with the same stack"), "{}", text(&output));
         let reason =
             if errno == libc::ENOSYS { "lacks the call" } else { "allow perf_event_open, or grant CAP_PERFMON" };
@@ -115,7 +115,7 @@ fn without_samples_threads_that_sleep_are_whole() {
         let output = dump_without(folder.path(), &forbidden, running.pid(), &[]);
         let shown = text(&output);
         assert_eq!(
-            shown.matches("not whole: the thread runs, and the kernel does not permit sampling it").count(),
+            shown.matches("incomplete: the thread runs, and the kernel does not permit sampling it").count(),
             4,
             "{shown}"
         );
@@ -167,12 +167,12 @@ fn a_user_samples_his_own_processes() {
         let text = shown(&spinning);
         text.contains("sampled while running, without a stop")
             && text.contains("in_spin")
-            && !text.contains("not whole")
+            && !text.contains("incomplete")
     });
     let mut busy = Process::spawn(&mut nobody(&busy, &[]));
     busy.wait_for("ready", xpu_timer_tests::PATIENCE);
     xpu_timer_tests::wait_until(xpu_timer_tests::PATIENCE, "it says where it is", || {
-        shown(&busy).contains("not whole: the thread is busy inside a system call")
+        shown(&busy).contains("incomplete: the thread is busy inside a system call")
     });
     // With the privilege it is sampled there too.
     capture_until(busy.pid(), "inside a system call", |sample| {
@@ -202,7 +202,7 @@ fn without_any_way_to_the_memory_it_says_so() {
     if text.contains("unshare: ") || text.contains("mount: ") {
         return skip("namespaces cannot be made here: it takes root, or CAP_SYS_ADMIN, and unshare");
     }
-    assert!(text.contains("    poll ") && text.contains("not whole: memory at 0x"), "{text}");
+    assert!(text.contains("    poll ") && text.contains("incomplete: memory at 0x"), "{text}");
     assert!(!text.contains("level_three"), "it was read all the same: {text}");
 }
 
