@@ -235,9 +235,8 @@ impl NodeState {
 
     /// The incident of a job whose last verdict showed no hang, and that lasts.
     pub(super) fn mild_incident(&self, job: &JobKey) -> Option<String> {
-        let is_mild = |incident: &&Incident| {
-            incident.head.job == *job && incident.state == State::Dumped && !incident.superseded
-        };
+        let is_mild =
+            |incident: &&Incident| incident.head.job == *job && incident.state == State::Dumped && !incident.superseded;
         let mut ids = self.engine.incidents().filter(is_mild).map(|incident| &incident.head.id);
         ids.find(|id| self.is_hidden(id) && !self.member.awaits_verdict(id)).cloned()
     }

@@ -311,8 +311,7 @@ impl Engine {
     /// have shown a hang, and the death of all ranks is a problem.
     fn is_mild(&self, incident: &Incident, verdict: &Verdict) -> bool {
         let is_delivered = |part: &Part| part.progress == Progress::Delivered;
-        let all_died =
-            incident.head.trigger.kind() == TriggerKind::Death && !self.nodes.job(&incident.head.job).alive;
+        let all_died = incident.head.trigger.kind() == TriggerKind::Death && !self.nodes.job(&incident.head.job).alive;
         incident.may_be_mild && incident.parts.values().all(is_delivered) && !all_died && mild::is_mild(verdict)
     }
 
