@@ -5,7 +5,9 @@ use std::collections::{HashMap, HashSet};
 
 use xpu_timer_proto::{
     LISTENS,
-    server::{Awaited, AwaitedKind, PstackFrame, PstackStacktrace, PySpyStacktrace, Stacktrace, TcpConnection},
+    server::{
+        Awaited, AwaitedKind, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace, TcpConnection,
+    },
     v1::{FlightRecord, OpKind, Operation},
 };
 
@@ -57,6 +59,8 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let same_in_both = did.is_none_or(|did| did == observed.activity);
     let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
     let (thread_waits, timed) = waits_of_threads(readable, dump.pid, main);
+    // Whatever wakes a thread that waits for something else than before may wake the others.
+    let timed = if seen_before.is_some_and(|first| changes_wait(first, last, main)) { Some(true) } else { timed };
     let observed = match observed.activity {
         Activity::DataLoader
             if main.0.is_some_and(|main| main.awaited.is_none()) && is_fed(&thread_waits, dump.pid) =>
@@ -109,6 +113,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         awaits_result: main.1.is_some_and(|python| awaits_result(&python.frames)),
         polling: before.zip(moved).and_then(|(before, moved)| polling(before, main, moved, (&observed, same_in_both))),
         has_locked_threads: listens && first.is_some_and(|first| has_locked_threads([first, last], main)),
+        lost_request: first.and_then(|first| lost_request([first, last], main)),
         rests: false,
         connections: connections(dump),
         observed,
@@ -299,6 +304,32 @@ fn has_locked_threads(samples: [Sample<'_>; 2], (_, main): ThreadStacks<'_>) -> 
     let [first, last] = samples.map(locked);
     let places: HashSet<&str> = first.intersection(&last).map(|(_, place)| place.as_str()).collect();
     places.len() > 1
+}
+
+/// Whether a Python thread other than the main one ran between the samples, and waits in another
+/// system call than before.
+fn changes_wait(first: Sample<'_>, last: Sample<'_>, (native, _): ThreadStacks<'_>) -> bool {
+    let main = native.map(|thread| thread.pid);
+    let is_other = |thread: &&PstackStacktrace| Some(thread.pid) != main && last.python_of(thread.pid).is_some();
+    let changes = |thread: &PstackStacktrace| {
+        first.native_of(thread.pid).is_some_and(|before| {
+            before.context_switches != thread.context_switches && before.syscall != thread.syscall
+        })
+    };
+    last.native.iter().filter(is_other).any(changes)
+}
+
+/// The place of a thread other than the main thread that serves a request or works on a task, and
+/// waits there in both samples for an object to which only it refers.
+fn lost_request(samples: [Sample<'_>; 2], (_, main): ThreadStacks<'_>) -> Option<String> {
+    let main = main.map(|main| main.os_thread_id);
+    let serves = |frame: &PySpyFrame| patterns::REQUEST_FILES.iter().any(|file| frame.file_name.contains(file));
+    let [first, last] = samples.map(|sample| -> Vec<(u32, String)> {
+        let others = sample.python.iter().filter(|thread| Some(thread.os_thread_id) != main && thread.awaits_alone);
+        let serving = others.filter(|thread| thread.frames.iter().any(serves));
+        serving.filter_map(|thread| Some((thread.os_thread_id, own_place(&thread.frames)?))).collect()
+    });
+    last.into_iter().find(|thread| first.contains(thread)).map(|(_, place)| place)
 }
 
 /// Whether a thread belongs to a device runtime or a library of collectives, or to the hook. Such

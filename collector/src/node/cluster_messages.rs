@@ -205,6 +205,8 @@ impl NodeState {
         } else if let Some(own) = self.mild_incident(&job).filter(|_| !is_past) {
             self.rename_incident(&own, &id);
             self.engine.restart_dump(&id);
+            // The verdict of the cluster collector decides about another look.
+            self.verdict_actions.rechecks.entry(id.clone()).or_default().due_ns = None;
         } else if request.round == 0 || !self.engine.restart_dump(&id) {
             let of_job = self.registry.of_job(&job);
             let unregistered =
@@ -271,7 +273,13 @@ impl NodeState {
         if self.member.awaiting_verdict.remove(&verdict.incident).is_some() {
             let mut hanging = RankSet::new();
             verdict.hanging.iter().for_each(|run| hanging.insert_run(run.first, run.last));
-            let summary = VerdictSummary { grounds, culprits: verdict.culprits, hanging, by_cluster: true };
+            // Of a mild verdict, the cluster collector has no incident any more.
+            let by_cluster = !verdict.is_mild;
+            if let Some(incident) = self.engine.get(&verdict.incident).filter(|_| !by_cluster) {
+                let job = incident.head.job.clone();
+                self.engine.clear_cause(&job, &Cause::Cluster, now);
+            }
+            let summary = VerdictSummary { grounds, culprits: verdict.culprits, hanging, by_cluster };
             self.apply_verdict(&verdict.incident, &summary, now);
         }
     }
