@@ -546,6 +546,46 @@ fn the_job_is_idle_only_when_all_nodes_are() {
 }
 
 #[test]
+fn a_timeout_that_shows_no_hang_is_no_incident_on_any_node() {
+    let cluster = Cluster::new();
+    let mut nodes: Vec<Node> = (0..2)
+        .map(|rank| {
+            let mut node = Node::new(&cluster, &format!("node-{rank}"));
+            let mut hook = FakeHook::start(&node.job, "busy", rank, 2);
+            hook.hello.hang_timeout_ms = 1000;
+            hook.join(&node.job);
+            node.hooks.push(hook);
+            node
+        })
+        .collect();
+    cluster.wait_ranks("busy", 2);
+    nodes[0].hooks[0].hang(1);
+    nodes[0].hooks[0].keep_young(1);
+    // The job is examined again while the operation is pending.
+    let captures = || nodes.iter().map(|node| &node.job).chain([&cluster.job]).map(|job| job.mild_captures().len());
+    let start = std::time::Instant::now();
+    while captures().any(|count| count < 2) {
+        let counts: Vec<usize> = captures().collect();
+        assert!(start.elapsed() < PATIENCE, "{counts:?}\n{}\n{}", cluster.log(), nodes[0].log());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let are_incidents = nodes.iter().any(|node| !node.job.incidents().is_empty());
+    assert!(!are_incidents && cluster.job.incidents().is_empty(), "{}", cluster.log());
+    assert!(!cluster.job.dir.join("timeline/latest").exists());
+    let (_, page) = http("GET", cluster.port, "/metrics").expect("an answer");
+    assert!(page.contains("xpu_timer_incidents_total 0\n"), "{page}");
+    // It makes no progress any more.
+    nodes[0].hooks[0].grow_old(60);
+    let incident = cluster.wait_incident(1);
+    assert_ne!(incident.verdict["hang"], "none", "{}", incident.verdict);
+    let earlier = incident.verdict["earlier"].as_array().map_or(0, Vec::len);
+    assert!(earlier >= 2, "{}\n{}", incident.verdict, cluster.log());
+    wait_until(PATIENCE, "each node has promoted its captures", || {
+        nodes.iter().all(|node| node.job.mild_captures().is_empty() && !node.job.promoted_captures().is_empty())
+    });
+}
+
+#[test]
 fn dumps_by_hand_and_the_incidents_command() {
     let cluster = Cluster::new();
     let _a = Node::with_ranks(&cluster, "node-a", "hand", 0, 1, 2);
