@@ -208,7 +208,7 @@ fn only_the_past_tells_a_swap_of_two_collectives_from_a_skip() {
     // The rank is still in the first of the two.
     let verdict = job(false, 6);
     expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
-    assert!(verdict.sentence.contains(", or called the two in another order, and now"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains(", or swapped the two, and now"), "{}", verdict.sentence);
     let verdict = job(false, 0);
     expect(&verdict, Cause::OrderMismatch, &[1], Confidence::Medium);
     assert!(verdict.sentence.contains("in another order than the others, or left one out"), "{}", verdict.sentence);

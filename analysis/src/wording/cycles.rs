@@ -69,9 +69,7 @@ fn left_pattern(
     let did = match kind {
         // While the rank is in the second of the two, nothing shows whether the first one will come.
         PatternBreak::Collective => {
-            format!(
-                "skipped the {expected} that {it} had always called before the {actual}, or called the two in another order"
-            )
+            format!("skipped the {expected} that {it} had always called before the {actual}, or swapped the two")
         }
         PatternBreak::Transfer => {
             format!("skipped the {expected} that {it} had always called before the {actual}, or calls it later")
