@@ -58,9 +58,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let (did, observed, polls) = activities(before, main, idle);
     let same_in_both = did.is_none_or(|did| did == observed.activity);
     let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
-    let (thread_waits, timed) = waits_of_threads(readable, dump.pid, main);
-    // Whatever wakes a thread that waits for something else than before may wake the others.
-    let timed = if seen_before.is_some_and(|first| changes_wait(first, last, main)) { Some(true) } else { timed };
+    let (thread_waits, timed) = waits_of_threads((seen_before, readable), dump.pid, main);
     let observed = match observed.activity {
         Activity::DataLoader
             if main.0.is_some_and(|main| main.awaited.is_none()) && is_fed(&thread_waits, dump.pid) =>
@@ -252,9 +250,10 @@ fn awaited(before: Option<&PstackStacktrace>, after: Option<&PstackStacktrace>) 
 
 /// What the threads other than the main thread wait for, except what only the process itself has,
 /// and whether the main thread or an own thread waits with a timeout. If the main thread wants a
-/// mutex, only its owner counts.
+/// mutex, only its owner counts. Whatever wakes a thread that waits for something else than in the
+/// sample before may wake the others: that counts as a timeout.
 fn waits_of_threads(
-    sample: Sample<'_>,
+    (before, sample): (Option<Sample<'_>>, Sample<'_>),
     pid: i32,
     (native, python): ThreadStacks<'_>,
 ) -> (Vec<ThreadWait>, Option<bool>) {
@@ -284,6 +283,9 @@ fn waits_of_threads(
             waits.push(ThreadWait { awaited: awaited.clone(), own });
         }
     }
+    if before.is_some_and(|before| changes_wait(before, sample, main)) {
+        timed = Some(true);
+    }
     (waits, timed)
 }
 
@@ -308,8 +310,7 @@ fn has_locked_threads(samples: [Sample<'_>; 2], (_, main): ThreadStacks<'_>) -> 
 
 /// Whether a Python thread other than the main one ran between the samples, and waits in another
 /// system call than before.
-fn changes_wait(first: Sample<'_>, last: Sample<'_>, (native, _): ThreadStacks<'_>) -> bool {
-    let main = native.map(|thread| thread.pid);
+fn changes_wait(first: Sample<'_>, last: Sample<'_>, main: Option<u32>) -> bool {
     let is_other = |thread: &&PstackStacktrace| Some(thread.pid) != main && last.python_of(thread.pid).is_some();
     let changes = |thread: &PstackStacktrace| {
         first.native_of(thread.pid).is_some_and(|before| {

@@ -67,7 +67,7 @@ fn left_pattern(
     let expected = past_operation(case, rank_index, deviation.expected);
     let actual = past_operation(case, rank_index, deviation.actual);
     let did = match kind {
-        // While the rank is in the second of the two, nothing shows whether the first one will come.
+        // While the rank is in the second of the two, nothing shows whether the first one comes.
         PatternBreak::Collective => {
             format!("skipped the {expected} that {it} had always called before the {actual}, or swapped the two")
         }

@@ -1142,8 +1142,8 @@ pub struct HostFacts {
     /// the same in both samples.
     #[prost(bool, tag = "24")]
     pub has_locked_threads: bool,
-    /// Another thread serves a request or works on a task, at this place in both samples, and waits for
-    /// an object to which only that thread refers.
+    /// Another thread serves a request or works on a task, at this place in both samples, and waits
+    /// for an object to which only that thread refers.
     #[prost(string, optional, tag = "25")]
     pub lost_request: ::core::option::Option<::prost::alloc::string::String>,
     /// Libraries of the process whose versions known defects depend on.
