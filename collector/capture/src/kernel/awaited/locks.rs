@@ -222,8 +222,8 @@ mod tests {
         // SAFETY: the child calls only `pause`.
         let child = match unsafe { fork() }.unwrap() {
             ForkResult::Parent { child } => child,
-            // SAFETY: `pause` has no arguments.
             ForkResult::Child => loop {
+                // SAFETY: `pause` has no arguments.
                 unsafe { libc::pause() };
             },
         };
