@@ -154,6 +154,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         timed,
         awaits_result,
         has_locked_threads,
+        lost_request,
         polling,
         rests,
         connections,
@@ -185,6 +186,7 @@ fn read(dump: &Stacktrace, training: Option<u32>) -> HostFacts {
         timed,
         awaits_result,
         has_locked_threads,
+        lost_request,
         caller: location.caller,
         pid,
         command,
@@ -237,6 +239,7 @@ fn host_of_facts(facts: &HostFacts) -> Host {
         timed: facts.timed,
         awaits_result: facts.awaits_result,
         has_locked_threads: facts.has_locked_threads,
+        lost_request: facts.lost_request.clone(),
         rests: facts.rests,
         polling: facts
             .polling

@@ -34,8 +34,9 @@ pub(super) const STORAGE_IO: Rule = rule(Cause::StorageIo, |case, suspect| expla
 /// `long_step`: like [`DEAD`], of a process that makes progress.
 pub(super) const LONG_STEP: Rule = rule(Cause::LongStep, |case, suspect| explain(case, suspect, Cause::LongStep));
 
-/// `host_lock`: like [`DEAD`], of a process whose main thread waits for a lock. The confidence is
-/// at most medium.
+/// `host_lock`: like [`DEAD`], of a process whose main thread waits for a lock, or in which the
+/// thread of a request waits for an object to which nobody else refers. The confidence is at most
+/// medium.
 pub(super) const HOST_LOCK: Rule = rule(Cause::HostLock, |case, suspect| explain(case, suspect, Cause::HostLock));
 
 /// `missing_rank`: like [`DEAD`], of a process that is at another place: it sleeps, computes, or
@@ -72,7 +73,7 @@ fn cause(state: &ProcessState) -> Cause {
         ProcessState::SleepsUninterruptibly { .. } => Cause::DState,
         ProcessState::DeadlockedOnGil(_) => Cause::GilDeadlock,
         ProcessState::MakesProgress => Cause::LongStep,
-        ProcessState::WaitsForLock => Cause::HostLock,
+        ProcessState::LostRequest { .. } | ProcessState::WaitsForLock => Cause::HostLock,
         ProcessState::StuckInIo => Cause::StorageIo,
         ProcessState::Elsewhere => Cause::MissingRank,
     }

@@ -238,8 +238,9 @@ impl Chains<'_, '_> {
                 Next::Nobody if !is_first && awaited.name.starts_with(LISTENS) => {
                     let candidates = self.of_threads(current);
                     let locked = self.has_locked_requests(current).then(|| chain.clone());
+                    let lost = self.host(current).lost_request.is_some().then(|| chain.clone());
                     let any = self.through_any(current, chain, &candidates, awaited, (&seen, branches));
-                    return any.unwrap_or(End::AtRest(current)).or_served(locked);
+                    return any.unwrap_or(End::AtRest(current)).or_lost(lost).or_served(locked);
                 }
                 Next::Unknown => return End::Unknown,
                 Next::Nobody => return self.through_threads(current, chain, &seen, branches),
@@ -430,7 +431,9 @@ impl Chains<'_, '_> {
                 let waits_inside = matches!(self.state(current), ProcessState::WaitsForLock)
                     || host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Lock)
                     || host.waits_for_itself();
-                chain.is_closed = waits_inside && self.is_closed(current, &inside) || host.stands_in_storage();
+                chain.is_closed = waits_inside && self.is_closed(current, &inside)
+                    || host.stands_in_storage()
+                    || host.lost_request.is_some();
                 End::Process(chain)
             }
         }
@@ -826,6 +829,14 @@ impl Branches {
 }
 
 impl End {
+    /// This end, or that of the chain to a server with a request that never ends.
+    fn or_lost(self, chain: Option<Chain>) -> End {
+        match (self, chain) {
+            (End::AtRest(_), Some(chain)) => End::Process(Chain { is_closed: true, is_certain: false, ..chain }),
+            (end, _) => end,
+        }
+    }
+
     /// This end, or that of the chain to a server that is not at rest.
     fn or_served(self, chain: Option<Chain>) -> End {
         match (self, chain) {

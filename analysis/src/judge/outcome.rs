@@ -449,8 +449,10 @@ fn stands_still(case: &Case<'_>, rank_index: usize) -> bool {
     case.view(rank_index).halted() || is_still(&case.view(rank_index).host)
 }
 
+/// Whether a process is halted or does nothing, or one of its requests never ends, whatever else it
+/// does.
 fn is_still(host: &Host) -> bool {
-    host.stopped() || host.gone() || host.moved.is_some_and(|moved| !moved.is_progress())
+    host.stopped() || host.gone() || host.lost_request.is_some() || host.moved.is_some_and(|moved| !moved.is_progress())
 }
 
 #[cfg(test)]

@@ -186,6 +186,35 @@ fn opposite_orders_with_both_collectives_launched() {
 }
 
 #[test]
+fn only_the_past_tells_a_swap_of_two_collectives_from_a_skip() {
+    let job = |rank_1_queues: bool, steps: usize| {
+        let mut job = Job::new(3);
+        for id in [0x1, 0x2] {
+            job.comm(id, &[0, 1, 2]);
+        }
+        for _ in 0..steps {
+            (0..3).for_each(|rank| [0x1, 0x2].into_iter().for_each(|id| job.done(id, rank, 1)));
+        }
+        [0, 2].into_iter().for_each(|rank| job.enter(0x1, rank, Op::AllReduce));
+        job.enter(0x2, 1, Op::AllReduce);
+        if rank_1_queues {
+            job.queue(0x1, 1, Op::AllReduce);
+        }
+        job.judge()
+    };
+    let verdict = job(true, 6);
+    expect(&verdict, Cause::OrderMismatch, &[1], Confidence::Medium);
+    assert!(verdict.sentence.contains("always called them in the other order"), "{}", verdict.sentence);
+    // The rank is still in the first of the two.
+    let verdict = job(false, 6);
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
+    assert!(verdict.sentence.contains(", or swapped the two, and now"), "{}", verdict.sentence);
+    let verdict = job(false, 0);
+    expect(&verdict, Cause::OrderMismatch, &[1], Confidence::Medium);
+    assert!(verdict.sentence.contains("in another order than the others, or left one out"), "{}", verdict.sentence);
+}
+
+#[test]
 fn a_receive_without_its_send() {
     let mut job = Job::new(4);
     job.comm(PIPELINE, &[0, 1, 2, 3]);

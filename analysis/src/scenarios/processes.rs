@@ -4,14 +4,14 @@
 
 use super::{expect, hosts::behind};
 use crate::{
-    Cause, Confidence, Verdict, VerdictKind,
+    Cause, Confidence, HangEvidence, Verdict, VerdictKind,
     testing::{Job, SECOND, Stack, native_thread, python_thread},
     verdict::Activity,
 };
 use xpu_timer_proto::{
     server::{
-        Awaited, AwaitedKind, Holder, ProcessSample, PstackStacktrace, PySuspended, PySuspendedKind, Stacktrace,
-        TcpConnection,
+        Awaited, AwaitedKind, Holder, ProcessSample, PstackStacktrace, PySpyStacktrace, PySuspended, PySuspendedKind,
+        Stacktrace, TcpConnection,
     },
     v1::{Op, OpKind, TriggerKind},
 };
@@ -363,7 +363,7 @@ fn a_process_that_is_not_a_rank_is_the_culprit_if_a_rank_waits_for_it() {
         assert!(verdict.sentence.contains("; rank 2 waits for it at train.py:7"), "{}", verdict.sentence);
         assert!(verdict.sentence.contains("; ranks 0-1, 3 wait for rank 2 in all_reduce"), "{}", verdict.sentence);
         assert!(text.contains("culprits:    process 1050 (python3 engine.py)\n"), "{text}");
-        assert_eq!(verdict.hang, crate::HangEvidence::PendingOperation, "{text}");
+        assert_eq!(verdict.hang, HangEvidence::PendingOperation, "{text}");
     }
 }
 
@@ -388,7 +388,7 @@ fn a_busy_process_does_not_prove_a_hang() {
     assert_eq!((culprits(&busy), busy.helpers_busy), (vec![(None, 1050)], true), "{}", busy.to_text());
     assert!(!behind_engine(Stack::sleep()).judge().helpers_busy);
     let moves = behind_engine(Stack::sleep().moving_bytes(1 << 30)).judge();
-    assert_eq!((moves.cause, moves.hang), (Cause::LongStep, crate::HangEvidence::None), "{}", moves.to_text());
+    assert_eq!((moves.cause, moves.hang), (Cause::LongStep, HangEvidence::None), "{}", moves.to_text());
 }
 
 #[test]
@@ -457,7 +457,7 @@ fn a_server_of_datagrams_that_waits_for_the_next_one_has_not_answered() {
     // A worker of an engine has a connection to it as well, and waits for its next task.
     assert_eq!(culprits(&judged("rewards.sock", true)), [(Some(2), 1002)]);
     let idle = judged("a reply from rewards.sock", false);
-    assert_eq!((culprits(&idle), idle.hang), (vec![], crate::HangEvidence::None), "{}", idle.to_text());
+    assert_eq!((culprits(&idle), idle.hang), (vec![], HangEvidence::None), "{}", idle.to_text());
 }
 
 #[test]
@@ -557,8 +557,8 @@ fn a_silent_job_hangs_only_if_nobody_outside_can_wake_the_process_it_waits_for()
     };
     let hangs = silent(&|job| reader_thread(job, 0, AwaitedKind::Socket, "", &[1000, 1001]));
     assert_eq!((hangs.cause, culprits(&hangs)), (Cause::HostLock, vec![(None, 1050)]), "{}", hangs.to_text());
-    assert_eq!((hangs.hang, hangs.confidence), (crate::HangEvidence::WaitChain, Confidence::Medium));
-    let is_idle = |verdict: &Verdict| culprits(verdict).is_empty() && verdict.hang == crate::HangEvidence::None;
+    assert_eq!((hangs.hang, hangs.confidence), (HangEvidence::WaitChain, Confidence::Medium));
+    let is_idle = |verdict: &Verdict| culprits(verdict).is_empty() && verdict.hang == HangEvidence::None;
     // A thread of the engine waits for a client, for a process outside, or for some time.
     for (name, holders) in [("anybody who connects to 127.0.0.1:8000", &[][..]), ("", &[1099])] {
         let idle = silent(&|job| reader_thread(job, 0, AwaitedKind::Socket, name, holders));
@@ -569,6 +569,18 @@ fn a_silent_job_hangs_only_if_nobody_outside_can_wake_the_process_it_waits_for()
         job.evidence.processes[0].dump.as_mut().expect("a dump").stacktrace[1].timed = Some(true);
     });
     assert!(is_idle(&timed), "{}", timed.to_text());
+    // Its HTTP thread polled in the first sample, and waits for a new thread in the last one.
+    for (runs, is_awake) in [(9, true), (0, false)] {
+        let verdict = silent(&|job| {
+            reader_thread(job, 0, AwaitedKind::Socket, "", &[1000, 1001]);
+            let dump = job.evidence.processes[0].dump.as_mut().expect("a dump");
+            let before = &mut dump.first_sample.as_mut().expect("two samples").stacktrace[1];
+            (before.syscall, before.context_switches) = (Some(7), 20);
+            let after = &mut dump.stacktrace[1];
+            (after.syscall, after.context_switches) = (Some(202), 20 + runs);
+        });
+        assert_eq!(is_idle(&verdict), is_awake, "{}", verdict.to_text());
+    }
 }
 
 #[test]
@@ -800,7 +812,7 @@ fn in_a_silent_job_a_stuck_process_behind_polled_memory_proves_a_hang_only_in_a_
         let mut job = behind_memory(true, stack.clone(), &[1050]);
         reads_file(&mut job, 50, "engine", engine);
         let verdict = job.judge();
-        (culprits(&verdict), verdict.hang != crate::HangEvidence::None)
+        (culprits(&verdict), verdict.hang != HangEvidence::None)
     };
     let stopped = || Stack::checkpoint().state("T (stopped)", "");
     assert_eq!(judged(&polls(), Stack::checkpoint()), (vec![], false));
@@ -959,7 +971,7 @@ fn a_server_at_rest_is_idle_and_a_stopped_one_is_not() {
         "{}",
         verdict.to_text()
     );
-    assert_eq!(verdict.hang, crate::HangEvidence::WaitChain);
+    assert_eq!(verdict.hang, HangEvidence::WaitChain);
 }
 
 #[test]
@@ -1166,13 +1178,13 @@ fn a_gil_deadlock_is_found_although_the_main_thread_seems_idle() {
     job.set_stack(0, Stack::new(&[("serve", "/job/serve.py:9")], &["accept"]));
     let waits = native_thread(5002, &["pthread_cond_timedwait", "take_gil"], "S (sleeping)", "", None, 9);
     job.thread(0, waits, Some(python_thread(5002, "worker", &[("work", "/job/serve.py:20".to_owned())])));
-    assert_eq!(job.judge().hang, crate::HangEvidence::None, "a server that waits for a client");
+    assert_eq!(job.judge().hang, HangEvidence::None, "a server that waits for a client");
     let dump = job.rank(0).dump.as_mut().expect("a dump");
     dump.py_stacktrace[0].owns_gil = true;
     dump.first_sample.as_mut().expect("two samples").py_stacktrace[0].owns_gil = true;
     let verdict = job.judge();
     expect(&verdict, Cause::GilDeadlock, &[0], Confidence::Medium);
-    assert_eq!(verdict.hang, crate::HangEvidence::WaitChain);
+    assert_eq!(verdict.hang, HangEvidence::WaitChain);
 }
 
 #[test]
@@ -1388,8 +1400,8 @@ fn a_worker_that_computes_clears_its_rank_for_two_timeouts() {
         );
         verdict.hang
     };
-    assert_eq!(judged(40 * SECOND), crate::HangEvidence::None);
-    assert_eq!(judged(20 * SECOND), crate::HangEvidence::PendingOperation);
+    assert_eq!(judged(40 * SECOND), HangEvidence::None);
+    assert_eq!(judged(20 * SECOND), HangEvidence::PendingOperation);
 }
 
 #[test]
@@ -1406,13 +1418,13 @@ fn ranks_of_a_silent_job_that_wait_for_each_other_hang() {
     for (ranks, victims) in [(2, &[][..]), (3, &[2][..])] {
         let hangs = judged(false, ranks);
         assert_eq!((&hangs.culprits[..], &hangs.victims[..]), (&[0, 1][..], victims), "{}", hangs.to_text());
-        assert_eq!((hangs.hang, hangs.confidence), (crate::HangEvidence::WaitChain, Confidence::Medium));
+        assert_eq!((hangs.hang, hangs.confidence), (HangEvidence::WaitChain, Confidence::Medium));
         assert!(hangs.sentence.starts_with("Ranks 0-1 wait for each other: rank 0 is at"), "{}", hangs.sentence);
     }
-    assert_eq!(judged(true, 3).hang, crate::HangEvidence::None);
+    assert_eq!(judged(true, 3).hang, HangEvidence::None);
     // Ranks, and a process of which they wait for messages. With one rank, it may be the front end
     // of a notebook if it has started the rank or polls.
-    let (idle, hangs) = (crate::HangEvidence::None, crate::HangEvidence::WaitChain);
+    let (idle, hangs) = (HangEvidence::None, HangEvidence::WaitChain);
     for (ranks, is_parent, call, hang) in
         [(1, true, "recv", idle), (1, false, "poll", idle), (1, false, "recv", hangs), (2, true, "recv", hangs)]
     {
@@ -1690,11 +1702,11 @@ fn a_server_with_a_task_that_something_outside_may_wake_proves_no_hang() {
         vec![locked.clone(); 256],
     ] {
         let verdict = behind_event_loop(true, &tasks, false);
-        assert_eq!((culprits(&verdict), verdict.hang), (vec![], crate::HangEvidence::None), "{}", verdict.to_text());
+        assert_eq!((culprits(&verdict), verdict.hang), (vec![], HangEvidence::None), "{}", verdict.to_text());
     }
     // A timer may wake it.
     let timed = behind_event_loop(true, &[main, locked], true);
-    assert_eq!((culprits(&timed), timed.hang), (vec![], crate::HangEvidence::None), "{}", timed.to_text());
+    assert_eq!((culprits(&timed), timed.hang), (vec![], HangEvidence::None), "{}", timed.to_text());
 }
 
 #[test]
@@ -1716,7 +1728,7 @@ fn a_server_that_waits_for_an_answer_from_itself_is_the_culprit() {
     assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
     for (native, holder, timed) in [("recv", 1050, true), ("recv", 1099, false), ("epoll_wait", 1050, false)] {
         let verdict = judged(native, holder, timed);
-        assert_eq!((culprits(&verdict), verdict.hang), (vec![], crate::HangEvidence::None), "{}", verdict.to_text());
+        assert_eq!((culprits(&verdict), verdict.hang), (vec![], HangEvidence::None), "{}", verdict.to_text());
     }
 }
 
@@ -1784,5 +1796,54 @@ fn a_server_with_a_thread_for_each_client_is_behind_if_they_wait_for_different_l
         ("/usr/lib/python3.11/queue.py:171", OTHER, &[], "they wait for orders"),
     ] {
         assert_eq!(judged(file, second, reads), [(Some(2), 1002)], "{why}");
+    }
+}
+
+#[test]
+fn a_request_that_nobody_can_end_proves_a_hang_and_a_long_poll_does_not() {
+    const SERVES_CLIENT: &str = "/usr/lib/python3.11/socketserver.py:691";
+    let judged = |alone: [bool; 2], root: &'static str, listens: bool| {
+        let mut job = Job::with_world(4, 30);
+        job.trigger(TriggerKind::Idle);
+        for rank in 0..4 {
+            awaits(&mut job, rank, "recv", AwaitedKind::Socket, &[1050]);
+        }
+        // The main thread goes on.
+        let probes = Stack::new(&[("probe_health", "/srv/front.py:90")], &["clock_nanosleep"]).busy(SECOND);
+        job.process(50, "python3 /srv/front.py", probes.was_at("probe_health", "/srv/front.py:88"));
+        if listens {
+            chained(&mut job, 0, AwaitedKind::Socket, "anybody who connects to 127.0.0.1:8000", &[]);
+        }
+        let dump = job.evidence.processes[0].dump.as_mut().expect("a dump");
+        let frames = [
+            ("Event.wait", "/usr/lib/python3.11/threading.py:629".to_owned()),
+            ("tokenize", "/srv/front.py:31".to_owned()),
+            ("process_request_thread", root.to_owned()),
+        ];
+        let python = |awaits_alone| PySpyStacktrace { awaits_alone, ..python_thread(1051, "request", &frames) };
+        let first = dump.first_sample.as_mut().expect("two samples");
+        first.py_stacktrace.push(python(alone[0]));
+        dump.py_stacktrace.push(python(alone[1]));
+        job.judge()
+    };
+    for listens in [false, true] {
+        let verdict = judged([true, true], SERVES_CLIENT, listens);
+        let found = (verdict.cause, verdict.hang, culprits(&verdict));
+        assert_eq!(found, (Cause::HostLock, HangEvidence::WaitChain, vec![(None, 1050)]), "{}", verdict.to_text());
+        let expected = "its thread at front.py:31 in tokenize waits for an object to which no other thread refers";
+        assert!(verdict.sentence.contains(expected), "{}", verdict.sentence);
+        for (alone, root, why) in [
+            ([false, false], SERVES_CLIENT, "another thread may set the event"),
+            ([false, true], SERVES_CLIENT, "the thread has just begun to wait"),
+            ([true, true], "/usr/lib/python3.11/threading.py:982", "a thread may be there to wait for ever"),
+        ] {
+            let verdict = judged(alone, root, listens);
+            assert_eq!(
+                (culprits(&verdict), verdict.hang),
+                (vec![], HangEvidence::None),
+                "{why}: {}",
+                verdict.to_text()
+            );
+        }
     }
 }

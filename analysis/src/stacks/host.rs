@@ -172,13 +172,17 @@ pub(crate) struct Host {
     pub awaited: Option<Awaited>,
     /// The other threads that wait for another process, if the main thread waits for none.
     pub thread_waits: Vec<ThreadWait>,
-    /// The main thread or another thread of the program waits with a timeout. `None` if unknown.
+    /// The main thread or another thread of the program waits with a timeout, or a thread went from
+    /// one wait to another between the samples. `None` if unknown.
     pub timed: Option<bool>,
     /// The main thread waits for the result of a task that it gave to a pool or an executor.
     pub awaits_result: bool,
     /// It waits for clients, and other threads of the program wait for locks at different places,
     /// the same in both samples.
     pub has_locked_threads: bool,
+    /// Another thread serves a request or works on a task, at this place in both samples, and waits
+    /// for an object to which only that thread refers: nobody can wake it.
+    pub lost_request: Option<String>,
     /// The memory that its main thread polls, if it polls any.
     pub polling: Option<Polling>,
     /// It serves other processes, or works on their tasks, and waits for the next request or task.

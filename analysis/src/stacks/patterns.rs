@@ -313,6 +313,18 @@ pub(super) const WORKER_FILES: &[&str] = &[
 pub(super) const RESULT_FILES: &[&str] = &["/concurrent/futures/_base.py", "/multiprocessing/pool.py"];
 pub(super) const RESULT_FUNCTIONS: &[&str] = &["result", "exception", "wait", "as_completed", "get", "next"];
 
+/// Parts of the paths of the files that serve a request, or run a task of a pool, below the code of
+/// the program.
+pub(super) const REQUEST_FILES: &[&str] = &[
+    "/socketserver.py:",
+    "/concurrent/futures/thread.py:",
+    "/concurrent/futures/process.py:",
+    "/multiprocessing/pool.py:",
+    "/multiprocessing/managers.py:",
+    "/anyio/_backends/",
+    "/grpc/_server.py:",
+];
+
 /// System calls of x86-64 that move bytes of a socket: read, write, sendto, recvfrom, sendmsg,
 /// recvmsg.
 pub(super) const SOCKET_SYSCALLS: &[i64] = &[0, 1, 44, 45, 46, 47];

@@ -20,6 +20,9 @@ pub(crate) enum ProcessState {
     SleepsUninterruptibly { wchan: String },
     /// A blocked thread holds its GIL.
     DeadlockedOnGil(GilHolder),
+    /// One of its threads serves a request or works on a task, and waits at this place for an
+    /// object to which only that thread refers.
+    LostRequest { place: String },
     /// It makes progress.
     MakesProgress,
     /// Its main thread waits for a lock.
@@ -44,6 +47,9 @@ impl ProcessState {
         }
         if let Some(holder) = gil_holder.filter(|holder| holder.has_waiters()) {
             return ProcessState::DeadlockedOnGil(holder.clone());
+        }
+        if let Some(place) = host.lost_request.clone() {
+            return ProcessState::LostRequest { place };
         }
         let kind = host.awaited.as_ref().map(|awaited| awaited.kind());
         let at_terminal = host.awaited.as_ref().is_some_and(is_terminal);
@@ -71,9 +77,11 @@ impl ProcessState {
         )
     }
 
-    /// Whether the process is stuck: it cannot continue, or waits for a lock or for a file.
+    /// Whether the process is stuck: it cannot continue, waits for a lock or for a file, or one of
+    /// its requests never ends.
     pub(crate) fn is_stuck(&self) -> bool {
-        self.cannot_continue() || matches!(self, ProcessState::WaitsForLock | ProcessState::StuckInIo)
+        use ProcessState::{LostRequest, StuckInIo, WaitsForLock};
+        self.cannot_continue() || matches!(self, LostRequest { .. } | StuckInIo | WaitsForLock)
     }
 }
 

@@ -5,7 +5,9 @@ use std::collections::{HashMap, HashSet};
 
 use xpu_timer_proto::{
     LISTENS,
-    server::{Awaited, AwaitedKind, PstackFrame, PstackStacktrace, PySpyStacktrace, Stacktrace, TcpConnection},
+    server::{
+        Awaited, AwaitedKind, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace, TcpConnection,
+    },
     v1::{FlightRecord, OpKind, Operation},
 };
 
@@ -56,7 +58,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let (did, observed, polls) = activities(before, main, idle);
     let same_in_both = did.is_none_or(|did| did == observed.activity);
     let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
-    let (thread_waits, timed) = waits_of_threads(readable, dump.pid, main);
+    let (thread_waits, timed) = waits_of_threads((seen_before, readable), dump.pid, main);
     let observed = match observed.activity {
         Activity::DataLoader
             if main.0.is_some_and(|main| main.awaited.is_none()) && is_fed(&thread_waits, dump.pid) =>
@@ -109,6 +111,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         awaits_result: main.1.is_some_and(|python| awaits_result(&python.frames)),
         polling: before.zip(moved).and_then(|(before, moved)| polling(before, main, moved, (&observed, same_in_both))),
         has_locked_threads: listens && first.is_some_and(|first| has_locked_threads([first, last], main)),
+        lost_request: first.and_then(|first| lost_request([first, last], main)),
         rests: false,
         connections: connections(dump),
         observed,
@@ -247,9 +250,10 @@ fn awaited(before: Option<&PstackStacktrace>, after: Option<&PstackStacktrace>) 
 
 /// What the threads other than the main thread wait for, except what only the process itself has,
 /// and whether the main thread or an own thread waits with a timeout. If the main thread wants a
-/// mutex, only its owner counts.
+/// mutex, only its owner counts. Whatever wakes a thread that waits for something else than in the
+/// sample before may wake the others: that counts as a timeout.
 fn waits_of_threads(
-    sample: Sample<'_>,
+    (before, sample): (Option<Sample<'_>>, Sample<'_>),
     pid: i32,
     (native, python): ThreadStacks<'_>,
 ) -> (Vec<ThreadWait>, Option<bool>) {
@@ -279,6 +283,9 @@ fn waits_of_threads(
             waits.push(ThreadWait { awaited: awaited.clone(), own });
         }
     }
+    if before.is_some_and(|before| changes_wait(before, sample, main)) {
+        timed = Some(true);
+    }
     (waits, timed)
 }
 
@@ -299,6 +306,31 @@ fn has_locked_threads(samples: [Sample<'_>; 2], (_, main): ThreadStacks<'_>) -> 
     let [first, last] = samples.map(locked);
     let places: HashSet<&str> = first.intersection(&last).map(|(_, place)| place.as_str()).collect();
     places.len() > 1
+}
+
+/// Whether a Python thread other than the main one ran between the samples, and waits in another
+/// system call than before.
+fn changes_wait(first: Sample<'_>, last: Sample<'_>, main: Option<u32>) -> bool {
+    let is_other = |thread: &&PstackStacktrace| Some(thread.pid) != main && last.python_of(thread.pid).is_some();
+    let changes = |thread: &PstackStacktrace| {
+        first.native_of(thread.pid).is_some_and(|before| {
+            before.context_switches != thread.context_switches && before.syscall != thread.syscall
+        })
+    };
+    last.native.iter().filter(is_other).any(changes)
+}
+
+/// The place of a thread other than the main thread that serves a request or works on a task, and
+/// waits there in both samples for an object to which only it refers.
+fn lost_request(samples: [Sample<'_>; 2], (_, main): ThreadStacks<'_>) -> Option<String> {
+    let main = main.map(|main| main.os_thread_id);
+    let serves = |frame: &PySpyFrame| patterns::REQUEST_FILES.iter().any(|file| frame.file_name.contains(file));
+    let [first, last] = samples.map(|sample| -> Vec<(u32, String)> {
+        let others = sample.python.iter().filter(|thread| Some(thread.os_thread_id) != main && thread.awaits_alone);
+        let serving = others.filter(|thread| thread.frames.iter().any(serves));
+        serving.filter_map(|thread| Some((thread.os_thread_id, own_place(&thread.frames)?))).collect()
+    });
+    last.into_iter().find(|thread| first.contains(thread)).map(|(_, place)| place)
 }
 
 /// Whether a thread belongs to a device runtime or a library of collectives, or to the hook. Such

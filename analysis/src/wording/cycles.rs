@@ -67,7 +67,11 @@ fn left_pattern(
     let expected = past_operation(case, rank_index, deviation.expected);
     let actual = past_operation(case, rank_index, deviation.actual);
     let did = match kind {
-        PatternBreak::Collective | PatternBreak::Transfer => {
+        // While the rank is in the second of the two, nothing shows whether the first one comes.
+        PatternBreak::Collective => {
+            format!("skipped the {expected} that {it} had always called before the {actual}, or swapped the two")
+        }
+        PatternBreak::Transfer => {
             format!("skipped the {expected} that {it} had always called before the {actual}, or calls it later")
         }
         PatternBreak::NewCollective => {
@@ -113,8 +117,17 @@ pub(super) fn left_pattern_line(case: &Case<'_>, rank_index: usize, deviation: &
 /// Ranks that entered the communicators in another order than the ranks that wait in these events.
 fn other_order(case: &Case<'_>, culprits: &[usize], waited: &[Event]) -> Statement {
     let parts: Vec<String> = waited.iter().take(2).map(|event| case.waiters_in(*event)).collect();
+    // A rank that has launched all that the others wait in has left nothing out.
+    let has_launched = |rank_index: usize, event: &Event| match *event {
+        Event::Collective { comm, seq } => {
+            case.comms[comm].member(rank_index).is_none_or(|member| member.launched >= seq)
+        }
+        _ => true,
+    };
+    let has_all = culprits.iter().all(|rank_index| waited.iter().all(|event| has_launched(*rank_index, event)));
+    let or_skipped = if has_all { "" } else { ", or left one out" };
     Statement::Sentence(format!(
-        "{} entered the communicators in another order than the others, and now the ranks wait for each other: {}{}.",
+        "{} entered the communicators in another order than the others{or_skipped}, and now the ranks wait for each other: {}{}.",
         Ranks::of(case, culprits).capital(),
         parts.join(", and "),
         locations(case, culprits)

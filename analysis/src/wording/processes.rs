@@ -43,6 +43,9 @@ fn predicate(case: &Case<'_>, process: usize, state: &ProcessState) -> String {
             format!("sleeps uninterruptibly{}{place}", hosts::kernel_function(wchan))
         }
         ProcessState::DeadlockedOnGil(holder) => format!("is {}", hosts::gil_held(holder)),
+        ProcessState::LostRequest { place } => {
+            format!("never ends a request: its thread at {place} waits for an object to which no other thread refers")
+        }
         ProcessState::MakesProgress => format!("is busy and makes progress{place}"),
         ProcessState::WaitsForLock => {
             let lock = case.lock_text(process);

@@ -17,6 +17,7 @@ pub(crate) struct Tables {
     pub open_files: open_files::OpenFiles,
     pub tcp_sockets: tcp_sockets::TcpSockets,
     pub parents: Parents,
+    pub shared_memory: mappings::SharedMemory,
 }
 
 impl Tables {

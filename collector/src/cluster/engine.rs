@@ -65,6 +65,15 @@ pub enum Action {
     Notify(Box<Verdict>, Option<PathBuf>),
     /// Answer a request for a dump, after the work on the folder of its incident.
     Reply(DumpReply, Option<PathBuf>, Result<Value, Refusal>),
+    /// Make the mild captures of a job incidents. `reason` completes "it is kept because".
+    Promote {
+        /// The job.
+        job: JobKey,
+        /// When the first of its processes was started.
+        started_ns: u64,
+        /// The reason.
+        reason: String,
+    },
     /// Remove expired incident folders, except those of these incidents.
     Retire(BTreeSet<String>),
 }
@@ -96,6 +105,8 @@ pub struct Engine {
     streams: BTreeMap<StreamId, NodeId>,
     // Draws the key of a delivery, which no node can guess.
     draw_key: fn() -> String,
+    // Jobs with mild captures, and when the first of their processes was started.
+    captured: BTreeMap<JobKey, u64>,
     throttle: Throttle<JobKey>,
     dumps: Throttle<JobKey>,
     // Alarms of jobs that have had too many incidents recently.
@@ -131,6 +142,7 @@ impl Engine {
             actions: VecDeque::new(),
             streams: BTreeMap::new(),
             draw_key,
+            captured: BTreeMap::new(),
             throttle: Throttle::default(),
             dumps: Throttle::new(BY_HAND),
             deferred: Vec::new(),
@@ -167,7 +179,7 @@ impl Engine {
             incident.folder = Some(folder);
             incident.deadline_ns = now.mono_ns + RETURN_NS;
             if let Some(verdict) = verdict {
-                incident.state = State::Dumped;
+                (incident.state, incident.may_be_mild) = (State::Dumped, false);
                 (incident.sentence, incident.cause) = (verdict.sentence, verdict.cause.to_string());
                 (incident.culprits, incident.is_proven) = (verdict.culprits, verdict.hang != HangEvidence::None);
                 incident.quiet_since_ns = Some(now.mono_ns + RETURN_NS);

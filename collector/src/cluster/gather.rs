@@ -87,7 +87,7 @@ pub enum GatherTask {
     File(Box<DumpFile>, Credit),
     /// The files of these ranks were cut off.
     TransferAborted(RankSet),
-    /// The job is only idle, and all files have arrived: the folder is a mild capture.
+    /// The verdict shows no hang, and all files have arrived: the folder is a mild capture.
     KeepMild,
     /// All files of one kind have arrived: draw.
     Draw {

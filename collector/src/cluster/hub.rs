@@ -32,6 +32,7 @@ use crate::{
     incident::{
         engine::Record,
         folder::{Folder, MadeFolder},
+        mild,
         records::{self, OpenIncident},
         retention,
         verdict_files::{CLUSTER_RECORD, set_status, try_write_record},
@@ -228,6 +229,12 @@ impl Hub {
                     }
                 }
                 Action::Reply(reply, folder, answer) => self.disk.reply(folder.as_deref(), reply, answer),
+                Action::Promote { job: JobKey { name, instance }, started_ns, reason } => {
+                    let of = mild::OfJob { job: name, instance, boot: procfs::boot_id(), started_ns };
+                    let root = self.settings.timeline_path.clone();
+                    let promote = move || mild::draw(&root, &mild::promote(&root, &of, &reason));
+                    self.disk.submit(&self.settings.timeline_path, promote);
+                }
                 Action::Retire(open) => retention::start(self.folders(), self.settings.keep, open),
             }
         }

@@ -50,9 +50,11 @@ pub struct Incident {
     pub head: Head,
     /// Whether it was requested by hand and no problem is known.
     pub by_hand: bool,
-    /// Whether it is only about a job that launches nothing. Users see it only if its verdict shows
-    /// a problem.
+    /// Whether it is only about a job that launches nothing.
     pub is_idle: bool,
+    /// Whether a verdict without a hang makes its dump a mild capture: nobody has requested the
+    /// dump, and no verdict has shown a problem. Users do not see it then.
+    pub may_be_mild: bool,
     /// The current state.
     pub state: State,
     /// Number of the round, from 0. An incident that may not be a hang gets another round.
@@ -91,8 +93,8 @@ pub struct Incident {
     pub culprits: Vec<u32>,
     /// Whether the newest verdict has evidence of a hang.
     pub is_proven: bool,
-    /// The verdict that the job is only idle, while the files of its capture are fetched.
-    pub idle_verdict: Option<Box<Verdict>>,
+    /// The verdict without a hang, while the files of the mild capture are fetched.
+    pub mild_verdict: Option<Box<Verdict>>,
     /// The complete verdict, if it is in no folder.
     pub verdict: Option<Box<Verdict>>,
     /// Whether a verdict is being made.
@@ -121,6 +123,7 @@ impl Incident {
         Incident {
             by_hand: head.trigger.kind() == TriggerKind::Manual,
             is_idle: false,
+            may_be_mild: head.trigger.kind() != TriggerKind::Manual,
             head,
             state: State::Open,
             round: 0,
@@ -141,7 +144,7 @@ impl Incident {
             cause: String::new(),
             culprits: Vec::new(),
             is_proven: false,
-            idle_verdict: None,
+            mild_verdict: None,
             verdict: None,
             judging: false,
             late_since_ns: None,
@@ -152,6 +155,12 @@ impl Incident {
             files: None,
             replies: Vec::new(),
         }
+    }
+
+    /// Whether users see it, or a dump that may show a hang is in progress.
+    #[must_use]
+    pub fn is_in_view(&self) -> bool {
+        !self.may_be_mild || self.state == State::Open && !self.is_idle
     }
 
     /// Whether it is open.

@@ -98,6 +98,8 @@ struct Claim {
     // On this collector's clock. The end is `u64::MAX` while the process lives.
     started_ns: u64,
     ended_ns: u64,
+    // Whether its process has ended, and not in order.
+    failed: bool,
     // Order of arrival.
     number: u64,
     hang_timeout_ms: u64,
@@ -122,6 +124,7 @@ impl Claim {
             process: info.filter(|_| entry.start > 0).map(|info| (info.pid, entry.start)),
             started_ns: ago(entry.age_ms),
             ended_ns: u64::MAX,
+            failed: entry.failed,
             number: 0,
             hang_timeout_ms: entry.hang_timeout_ms,
             sample_interval_ms: entry.sample_interval_ms,
@@ -139,7 +142,7 @@ impl Claim {
 
     /// Whether this repeats the other report of the same process.
     fn repeats(&self, other: &Claim) -> bool {
-        self.presence == other.presence && self.has_same_place_as(other)
+        (self.presence, self.failed) == (other.presence, other.failed) && self.has_same_place_as(other)
     }
 
     /// Whether the same process has the same rank in the same world, and is alive or dead as
@@ -306,6 +309,8 @@ pub struct JobSummary {
     pub nodes: BTreeSet<NodeId>,
     /// Whether any of its ranks runs.
     pub alive: bool,
+    /// The first of its ranks that has ended, and not in order.
+    pub failed: Option<u32>,
     /// Hang timeout.
     pub hang_timeout_ms: u64,
     /// Time between the two samples.
@@ -336,6 +341,7 @@ impl JobSummary {
         self.nodes.insert(node);
         self.alive |= claim.is_alive();
         self.ended |= !claim.is_alive();
+        self.failed = self.failed.into_iter().chain(claim.failed.then_some(rank)).min();
         if claim.is_alive() {
             self.first_start_ns = self.first_start_ns.min(claim.started_ns);
             self.world.started_ns = self.world.started_ns.max(claim.started_ns);

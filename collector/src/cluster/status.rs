@@ -26,6 +26,7 @@ pub fn status(engine: &Engine, listen: SocketAddr, now: Now) -> Value {
             json!({ "node": node.name, "joined": node.is_joined(), "away_s": away })
         })
         .collect();
+    let in_view = engine.incidents.values().filter(|incident| incident.is_in_view());
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "pid": std::process::id(),
@@ -36,13 +37,13 @@ pub fn status(engine: &Engine, listen: SocketAddr, now: Now) -> Value {
         "jobs": engine.nodes.jobs().map(|key| job(engine, key)).collect::<Vec<_>>(),
         "idle": engine.idle.iter().map(|(job, idle)| idle.json(job, now)).collect::<Vec<_>>(),
         "slow_ranks": engine.slow.json(),
-        "incidents": shown(engine).map(|one| incident(engine, one)).collect::<Vec<_>>(),
+        "incidents": in_view.map(|one| incident(engine, one)).collect::<Vec<_>>(),
     })
 }
 
-/// The incidents that users see: an idle job that is being examined is not one.
+/// The incidents that users see: not those whose verdict shows no hang, or is not made yet.
 fn shown(engine: &Engine) -> impl Iterator<Item = &Incident> {
-    engine.incidents.values().filter(|incident| !incident.is_idle)
+    engine.incidents.values().filter(|incident| !incident.may_be_mild)
 }
 
 fn job(engine: &Engine, key: &JobKey) -> Value {

@@ -341,6 +341,7 @@ impl Engine {
         let mut incident = self.incidents.remove(old)?;
         let id = self.new_name(now);
         incident.head.id.clone_from(&id);
+        incident.dumped = None;
         // It counts as an incident unless it is found mild again.
         self.throttle.allows(&incident.head.job, now.mono_ns);
         self.incidents.insert(id.clone(), incident);

@@ -26,7 +26,7 @@ use crate::{
         launched::{State, Unregistered},
         plan::ClusterPart,
         registry::{Presence, Rank},
-        reports::VerdictSummary,
+        reports::{ExaminedJob, VerdictSummary},
         state::NodeState,
     },
     os::{clock::Now, process},
@@ -71,7 +71,9 @@ impl NodeState {
     }
 
     fn send_hello(&mut self, now: Now) {
-        let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
+        // A mild capture is none. If its problem lasts, the job is examined again.
+        let is_mild = |incident: &&Incident| self.mild_incident(&incident.head.job).as_ref() == Some(&incident.head.id);
+        let open = self.engine.incidents().filter(|incident| incident.closed.is_none() && !is_mild(incident));
         let incidents = open.filter_map(|incident| self.alarm(incident)).collect();
         let ranks = self.rank_entries(now);
         self.member.reported_ranks = without_ages(&ranks);
@@ -193,13 +195,18 @@ impl NodeState {
         let announced = self.member.announced.keys().find(is_of_job);
         if let Some(own) = announced.cloned() {
             self.member.announced.remove(&own);
-            self.engine.rename(&own, &id);
+            self.rename_incident(&own, &id);
             // Requests for a manual dump that wait for this incident get this dump.
             if let Some(waiting) = self.waiting.remove(&own) {
                 self.waiting.entry(id.clone()).or_default().extend(waiting);
             }
         } else if self.engine.get(&id).is_some_and(|incident| incident.state == incident::State::Open) {
             return;
+        } else if let Some(own) = self.mild_incident(&job).filter(|_| !is_past) {
+            self.rename_incident(&own, &id);
+            self.engine.restart_dump(&id);
+            // The verdict of the cluster collector decides about another look.
+            self.verdict_actions.rechecks.entry(id.clone()).or_default().due_ns = None;
         } else if request.round == 0 || !self.engine.restart_dump(&id) {
             let of_job = self.registry.of_job(&job);
             let unregistered =
@@ -245,7 +252,9 @@ impl NodeState {
     }
 
     fn cluster_verdict(&mut self, verdict: IncidentVerdict, now: Now) {
-        if self.examined_together(&verdict.incident, verdict.is_idle, &verdict.sentence, now) {
+        let IncidentVerdict { is_mild, sentence, culprits, .. } = &verdict;
+        let examined = ExaminedJob { is_mild: *is_mild, sentence, culprits };
+        if self.examined_together(&verdict.incident, examined, now) {
             self.member.awaiting_verdict.remove(&verdict.incident);
             return;
         }
@@ -264,7 +273,13 @@ impl NodeState {
         if self.member.awaiting_verdict.remove(&verdict.incident).is_some() {
             let mut hanging = RankSet::new();
             verdict.hanging.iter().for_each(|run| hanging.insert_run(run.first, run.last));
-            let summary = VerdictSummary { grounds, culprits: verdict.culprits, hanging, by_cluster: true };
+            // Of a mild verdict, the cluster collector has no incident any more.
+            let by_cluster = !verdict.is_mild;
+            if let Some(incident) = self.engine.get(&verdict.incident).filter(|_| !by_cluster) {
+                let job = incident.head.job.clone();
+                self.engine.clear_cause(&job, &Cause::Cluster, now);
+            }
+            let summary = VerdictSummary { grounds, culprits: verdict.culprits, hanging, by_cluster };
             self.apply_verdict(&verdict.incident, &summary, now);
         }
     }
@@ -303,7 +318,8 @@ impl NodeState {
             let (own, is_mild, sentence) = (report.own.clone(), report.is_mild, report.sentence.clone());
             let Some(own) = own else { continue };
             warn!("incident {id}: the cluster collector sent no verdict; the verdict of this node counts");
-            if !self.examined_together(&id, is_mild, &sentence, now) {
+            let examined = ExaminedJob { is_mild, sentence: &sentence, culprits: &own.culprits };
+            if !self.examined_together(&id, examined, now) {
                 self.apply_verdict(&id, &own, now);
             }
         }
@@ -406,6 +422,7 @@ fn entry(rank: &Rank) -> RankEntry {
         hang_timeout_ms: milliseconds(rank.settings.hang_timeout),
         sample_interval_ms: milliseconds(rank.settings.sample_interval),
         idle_timeout_ms: milliseconds(rank.settings.idle_timeout),
+        failed: !rank.presence.is_alive() && !rank.ended_in_order(),
         start: rank.process.as_ref().map_or(0, |process| process.start),
         communicators: rank.communicators.iter().take(MAX_COMMUNICATORS).map(|place| place.id).collect(),
         ..Default::default()

@@ -11,8 +11,8 @@ use std::{
 
 use serde_json::json;
 use tracing::{info, warn};
-use xpu_timer_analysis::Verdict;
-use xpu_timer_proto::v1::TriggerKind;
+use xpu_timer_analysis::{Verdict, rank_set::RankSet};
+use xpu_timer_proto::v1::{Grounds, TriggerKind};
 
 use crate::{
     error::{Error, chain},
@@ -31,7 +31,7 @@ use crate::{
         folder_writer::WrittenTimelines,
         inbox::{Command, Inbox},
         plan::{ClusterPart, DumpTask, Outcome, registered_subjects},
-        reports::{IncidentReport, UnwrittenVerdict, VerdictSummary},
+        reports::{ExaminedJob, IncidentReport, UnwrittenVerdict, VerdictSummary},
         state::NodeState,
     },
     os::{
@@ -115,16 +115,14 @@ impl NodeState {
 
     /// Whether a verdict without a hang on an incident is only logged: no user has requested the
     /// dump, or a report of idle jobs, and not all ranks have died. A job of a cluster is examined
-    /// by all of its nodes together; the verdict of one node tells nothing then, unless the whole
-    /// job is idle.
+    /// by all of its nodes together, and the verdict is that of the cluster collector.
     fn may_be_mild(&self, incident: &Incident) -> bool {
         let ranks = self.registry.of_job(&incident.head.job);
         let all_died =
             incident.head.trigger.kind() == TriggerKind::Death && !ranks.iter().any(|rank| rank.has_process());
         let is_requested = incident.seen.contains(&Cause::Manual)
             || incident.seen.contains(&Cause::Idle) && ranks.iter().any(|rank| rank.settings.reports_idle);
-        let is_alone = self.settings.cluster.is_none() || !self.is_of_cluster(&incident.head.job);
-        (is_alone || incident.is_idle()) && !all_died && !is_requested
+        !all_died && !is_requested
     }
 
     /// Whether an incident is visible to users: it is not, or not yet, a dump whose verdict shows
@@ -179,31 +177,68 @@ impl NodeState {
         self.idle.insert(job, IdleJob { last_launch_ns, sentence });
     }
 
-    /// The verdict of the cluster collector, or without one that of this node, on a job that may
-    /// only be idle. Returns whether it is; otherwise users see the incident from now on.
-    pub(super) fn examined_together(&mut self, id: &str, is_idle: bool, sentence: &str, now: Now) -> bool {
+    /// The verdict of the cluster collector, or without one that of this node, on a dump that users
+    /// do not see yet. Returns whether it shows no hang; otherwise users see the incident from now
+    /// on. While this node has the problem, it examines the job again.
+    pub(super) fn examined_together(&mut self, id: &str, verdict: ExaminedJob<'_>, now: Now) -> bool {
         let Some(incident) = self.engine.get(id).filter(|_| self.is_hidden(id)) else { return false };
-        if !is_idle || !self.may_be_mild(incident) {
+        let closed = incident.closed.map(|closed| (incident.state, closed));
+        if !verdict.is_mild || !self.may_be_mild(incident) {
             self.opened += 1;
             self.reports.entry(id.into()).and_modify(|report| report.is_shown = true);
+            if let Some((state, closed)) = closed {
+                self.write_closed(id, state, closed);
+            }
             return false;
         }
         let job = incident.head.job.clone();
-        info!("job {job} is idle on all of its nodes. The capture of this node: {id}");
+        let state = if incident.is_idle() { "is idle" } else { "shows no hang" };
+        info!("job {job} {state} on all of its nodes. The capture of this node: {id}");
         self.keep_capture(id, job.clone());
         self.unwritten.waiting.remove(id);
         self.member.parts.remove(id);
-        self.engine.found_mild(id, now);
-        self.note_idle(id, job, sentence.into(), now);
+        if closed.is_some() {
+            self.engine.discard(id);
+            self.reports.remove(id);
+        } else if self.engine.found_mild(id, now) {
+            self.note_idle(id, job, verdict.sentence.into(), now);
+        } else {
+            // The cluster collector has no incident any more.
+            self.engine.clear_cause(&job, &Cause::Cluster, now);
+            let (culprits, hanging) = (verdict.culprits.to_vec(), RankSet::new());
+            let judged = VerdictSummary { grounds: Grounds::Unspecified, culprits, hanging, by_cluster: false };
+            self.apply_verdict(id, &judged, now);
+        }
         true
     }
 
     /// The folder of an incident that users have not seen becomes a mild capture, if it is not one
-    /// yet.
+    /// yet, when its timelines are written.
     fn keep_capture(&mut self, id: &str, job: JobKey) {
-        let Some(path) = self.reports.get(id).and_then(|report| report.path.clone()) else { return };
+        let Some(path) = self.reports.get_mut(id).and_then(|report| report.path.take()) else { return };
         self.mild.extend(path.parent().map(|root| (job, root.to_path_buf())));
-        self.disk.submit_for(path, retention::keep_capture);
+        if self.pending_timelines.contains_key(id) {
+            self.incomplete_captures.insert(id.into(), path);
+        } else {
+            self.disk.submit_for(path, retention::keep_capture);
+        }
+    }
+
+    /// Gives an incident another name.
+    pub(super) fn rename_incident(&mut self, old: &str, new: &str) {
+        self.engine.rename(old, new);
+        if let Some(report) = self.reports.remove(old) {
+            self.reports.insert(new.into(), report);
+        }
+        self.verdict_actions.rename(old, new);
+    }
+
+    /// The incident of a job whose last verdict showed no hang, and that lasts.
+    pub(super) fn mild_incident(&self, job: &JobKey) -> Option<String> {
+        let is_mild =
+            |incident: &&Incident| incident.head.job == *job && incident.state == State::Dumped && !incident.superseded;
+        let mut ids = self.engine.incidents().filter(is_mild).map(|incident| &incident.head.id);
+        ids.find(|id| self.is_hidden(id) && !self.member.awaits_verdict(id)).cloned()
     }
 
     /// Captures the ranks of an incident again, because its hang lasts. Returns false while another
@@ -223,7 +258,9 @@ impl NodeState {
             self.reports.insert(renamed.clone(), report);
         }
         self.verdict_actions.rename(id, &renamed);
-        self.capture_alone(&renamed);
+        if !self.announce(&renamed, now) {
+            self.capture_alone(&renamed);
+        }
         true
     }
 
@@ -356,6 +393,10 @@ impl NodeState {
                 self.pending_timelines.remove(&id);
             }
         }
+        let is_complete = !self.pending_timelines.contains_key(&id);
+        if let Some(capture) = is_complete.then(|| self.incomplete_captures.remove(&id)).flatten() {
+            return self.disk.submit_for(capture, retention::keep_capture);
+        }
         if let Some(problem) = problem {
             if let Some(report) = self.reports.get_mut(&id) {
                 report.errors.push(problem.clone());
@@ -416,6 +457,10 @@ impl NodeState {
         let resolved = state == State::Resolved;
         info!("incident {id}: {}", if resolved { "resolved: the job continues" } else { "ended" });
         if self.is_hidden(id) {
+            if self.member.awaits_verdict(id) {
+                // That verdict decides what becomes of the dump.
+                return self.report_closed(id, resolved);
+            }
             if let Some(job) = self.engine.get(id).map(|incident| incident.head.job.clone()) {
                 self.keep_capture(id, job);
             }
@@ -423,6 +468,11 @@ impl NodeState {
             return;
         }
         self.report_closed(id, resolved);
+        self.write_closed(id, state, now);
+    }
+
+    /// Writes into the verdict of an incident that it is closed.
+    fn write_closed(&mut self, id: &str, state: State, closed: Now) {
         // A verdict that is not on disk yet will be written with the status of its incident.
         let report = self.reports.get(id).filter(|report| report.verdict.is_none());
         let Some(path) = report.and_then(|report| report.path.clone()) else { return };
@@ -430,7 +480,7 @@ impl NodeState {
             return self.disk.submit_for(path, |path| verdict_files::finish_leftover_folder(path.into()));
         }
         let id = id.to_string();
-        self.disk.submit_for(path, move |path| set_status(&id, path, state.status(), Some(now.unix_ns)));
+        self.disk.submit_for(path, move |path| set_status(&id, path, state.status(), Some(closed.unix_ns)));
     }
 }
 

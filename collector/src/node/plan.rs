@@ -10,7 +10,7 @@ use std::{
 
 use nix::unistd::getuid;
 use xpu_timer_analysis::Verdict;
-use xpu_timer_proto::v1::{Presence as Shown, RankInfo};
+use xpu_timer_proto::v1::{Presence as Shown, RankInfo, TriggerKind};
 
 use crate::{
     incident::{Plan, engine::Record, mild, part::PartLocation},
@@ -91,9 +91,9 @@ impl DumpTask {
         self.for_cluster.is_some_and(|part| !part.alone)
     }
 
-    /// Whether the cluster collector decides if there is an incident.
+    /// Whether the cluster collector decides if its job is only idle. Nobody waits for its verdict.
     pub(crate) fn is_examined_part(&self) -> bool {
-        self.is_part() && self.may_be_mild
+        self.is_part() && self.may_be_mild && self.plan.head.trigger.kind() == TriggerKind::Idle
     }
 
     /// The job, to find its mild captures.

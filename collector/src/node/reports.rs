@@ -73,6 +73,17 @@ fn no_ranks(verdict: &Verdict) -> Vec<i32> {
     processes.filter(|process| process.rank.is_none()).map(|process| process.pid).collect()
 }
 
+/// What a verdict says about a job that may not hang.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ExaminedJob<'a> {
+    /// It shows no hang.
+    pub is_mild: bool,
+    /// Its sentence.
+    pub sentence: &'a str,
+    /// Culprit ranks.
+    pub culprits: &'a [u32],
+}
+
 /// What a verdict says about the ranks of its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct VerdictSummary {

@@ -51,6 +51,8 @@ pub(super) struct NodeState {
     pub problems: Vec<String>,
     /// Jobs that were found idle.
     pub idle: BTreeMap<JobKey, IdleJob>,
+    /// Mild captures whose timelines are still being written, with their folders.
+    pub(super) incomplete_captures: BTreeMap<String, PathBuf>,
     /// Jobs with mild captures, and the folder of their incidents.
     pub(super) mild: BTreeMap<JobKey, PathBuf>,
     /// Incidents opened so far.
@@ -176,6 +178,7 @@ impl NodeState {
             reports: BTreeMap::new(),
             problems: Vec::new(),
             idle: BTreeMap::new(),
+            incomplete_captures: BTreeMap::new(),
             mild: BTreeMap::new(),
             opened: 0,
             supervisor: None,

@@ -353,6 +353,8 @@ impl crate::server::PySpyStacktrace {
     pub const EXCEPTIONS_FIELD: u32 = 102;
     /// Number of the field `suspended`.
     pub const SUSPENDED_FIELD: u32 = 103;
+    /// Number of the field `awaits_alone`.
+    pub const AWAITS_ALONE_FIELD: u32 = 104;
 }
 static SERVER_PY_SUSPENDED: [(u32, Field); 3] = [
     (2, Field::Text),
@@ -770,7 +772,7 @@ static V1_FAILURE: [(u32, Field); 5] = [
 impl Shaped for crate::v1::Failure {
     const SHAPE: &'static Shape = &V1_FAILURE;
 }
-static V1_HOST_FACTS: [(u32, Field); 20] = [
+static V1_HOST_FACTS: [(u32, Field); 21] = [
     (2, Field::Text),
     (4, Field::Text),
     (6, Field::Text),
@@ -786,6 +788,7 @@ static V1_HOST_FACTS: [(u32, Field); 20] = [
     (17, Field::Text),
     (20, Field::Message(&V1_HOST_THREAD_WAIT)),
     (22, Field::Message(&SERVER_TCP_CONNECTION)),
+    (25, Field::Text),
     (30, Field::Message(&SERVER_LIBRARY)),
     (31, Field::Text),
     (32, Field::Text),

@@ -148,6 +148,10 @@ pub struct PySpyStacktrace {
     /// Code of the thread that waits without being on its stack.
     #[prost(message, repeated, tag = "103")]
     pub suspended: ::prost::alloc::vec::Vec<PySuspended>,
+    /// The thread waits without a timeout for an object of `threading` or `queue` to which only its
+    /// own frames refer, so no other thread can wake it.
+    #[prost(bool, tag = "104")]
+    pub awaits_alone: bool,
 }
 /// A task of asyncio that waits, or a greenlet that is switched away from.
 #[derive(Clone, PartialEq, ::prost::Message)]

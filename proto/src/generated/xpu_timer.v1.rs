@@ -1142,6 +1142,10 @@ pub struct HostFacts {
     /// the same in both samples.
     #[prost(bool, tag = "24")]
     pub has_locked_threads: bool,
+    /// Another thread serves a request or works on a task, at this place in both samples, and waits
+    /// for an object to which only that thread refers.
+    #[prost(string, optional, tag = "25")]
+    pub lost_request: ::core::option::Option<::prost::alloc::string::String>,
     /// Libraries of the process whose versions known defects depend on.
     #[prost(message, repeated, tag = "30")]
     pub libraries: ::prost::alloc::vec::Vec<super::server::Library>,
@@ -1658,6 +1662,9 @@ pub struct RankEntry {
     /// Some of its communicators whose identity no other job has, largest first.
     #[prost(fixed64, repeated, tag = "10")]
     pub communicators: ::prost::alloc::vec::Vec<u64>,
+    /// Its process has ended, and not in order.
+    #[prost(bool, tag = "11")]
+    pub failed: bool,
 }
 /// An incident of a job on this node, requested or already open.
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -1974,9 +1981,9 @@ pub struct IncidentVerdict {
     /// Hanging ranks (XPU_TIMER_COMMON_HANG): culprits and victims. Empty without evidence of a hang.
     #[prost(message, repeated, tag = "8")]
     pub hanging: ::prost::alloc::vec::Vec<RankRun>,
-    /// The job is only idle: there is no incident, and the dump is a mild capture.
+    /// The verdict shows no hang: there is no incident, and the dump is a mild capture.
     #[prost(bool, tag = "9")]
-    pub is_idle: bool,
+    pub is_mild: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct IncidentClosed {

@@ -983,6 +983,28 @@ def wait_for_tokenizer():
 
 
 @idle
+def http_long_poll():
+    """As `http_front_end_lock`, but the request waits for news, which the next request may bring;
+    no other request comes."""
+    blame_nobody()
+    listener = listen_unix()
+    start("engine_behind_socket", listener.getsockname())
+    engine = Wire(listener.accept()[0])
+    prompts, news = itertools.count(1), threading.Event()
+
+    def generate(_handler):
+        step = next(prompts)
+        if step == TROUBLE:
+            news.wait()
+        engine.send({"step": step})
+        return engine.recv()
+
+    port = serve_http(generate)
+    in_thread(send_prompts, port, name="client")
+    probe_health(port)
+
+
+@idle
 def http_idle():
     """The load has ended, and the server waits for requests."""
     blame_nobody()

@@ -2325,6 +2325,25 @@ def communicators_swapped(job):
 
 
 @scenario(ranks=3)
+def communicators_swapped_in_a_queue(job):
+    """As `communicators_swapped`, but each rank launches both collectives before it waits."""
+    tensor = cuda.Communicator.create("tensor", job.rank, job.world)
+
+    def launch_both(comms):
+        for comm in comms:
+            comm.all_reduce(job.gradients, job.stream)
+        job.stream.synchronize()
+
+    for _ in range(TROUBLE_STEP):
+        launch_both([job.comm, tensor])
+        time.sleep(0.03)
+    if job.rank == 1:
+        blame([os.getpid()], ["order_mismatch"], "launch_both")
+        launch_both([tensor, job.comm])
+    launch_both([job.comm, tensor])
+
+
+@scenario(ranks=3)
 def ring_without_start(job):
     """In one step every rank receives from its left before it sends to its right: all are to
     blame."""

@@ -328,42 +328,6 @@ fn two_jobs_stay_separate_while_one_grows_shrinks_and_restarts() {
 }
 
 #[test]
-fn an_unproven_hang_is_checked_again_on_every_node() {
-    let cluster = Cluster::new();
-    let mut nodes: Vec<Node> = ["node-a", "node-b"].map(|name| Node::new(&cluster, name)).into();
-    for (rank, node) in nodes.iter_mut().enumerate() {
-        let mut hook = FakeHook::start(&node.job, "maybe", rank as i32, 2);
-        // This is the time before the second check; the third comes after twice this time.
-        hook.hello.hang_timeout_ms = 6000;
-        hook.join(&node.job);
-        node.hooks.push(hook);
-    }
-    cluster.wait_ranks("maybe", 2);
-    nodes[0].hooks[0].hang(4);
-    nodes[0].hooks[0].keep_young(4);
-    let first = cluster.wait_incident(1);
-    assert_eq!(first.verdict["cause"], "not_a_hang", "{}", first.verdict);
-    nodes[0].hooks[0].grow_old(600);
-    let mut cause = Value::Null;
-    cluster.wait("it is another verdict", |status| {
-        let incident = &status["incidents"][0];
-        cause = incident["cause"].clone();
-        incident["state"] == "dumped" && cause != "not_a_hang"
-    });
-    assert!(cluster.log().contains("the ranks are captured again"), "{}", cluster.log());
-    let known = evidence(&first).ranks;
-    assert!(known.len() == 2 && known.iter().all(|rank| rank.presence() == Presence::Present), "{}", cluster.log());
-    for node in &nodes {
-        wait_until(PATIENCE, "the node knows the second verdict", || {
-            node.job.status().unwrap_or_default()["incidents"][0]["cause"] == cause
-        });
-    }
-    nodes[0].hooks[0].resolve(4);
-    cluster.wait_state("resolved");
-    assert_eq!(cluster.job.incidents().len(), 1, "it is one incident");
-}
-
-#[test]
 fn a_node_that_dies_is_named_and_the_others_are_judged() {
     let cluster = Cluster::new();
     let mut a = Node::with_ranks(&cluster, "node-a", "dies", 0, 2, 4);
@@ -543,6 +507,56 @@ fn the_job_is_idle_only_when_all_nodes_are() {
     wait_until(PATIENCE, "the captures are incidents", || captures(&nodes) == [0, 0, 0]);
     let promoted = cluster.job.promoted_captures();
     assert_eq!(incident.verdict["earlier"], json!([promoted[0].verdict["incident"]]), "{}", cluster.log());
+}
+
+#[test]
+fn a_timeout_that_shows_no_hang_is_no_incident_on_any_node() {
+    let cluster = Cluster::new();
+    let mut nodes: Vec<Node> = (0..2)
+        .map(|rank| {
+            let mut node = Node::new(&cluster, &format!("node-{rank}"));
+            let mut hook = FakeHook::start(&node.job, "busy", rank, 2);
+            hook.hello.hang_timeout_ms = 1000;
+            hook.join(&node.job);
+            node.hooks.push(hook);
+            node
+        })
+        .collect();
+    cluster.wait_ranks("busy", 2);
+    nodes[0].hooks[0].hang(1);
+    nodes[0].hooks[0].keep_young(1);
+    // The job is examined again while the operation is pending.
+    let captures = || nodes.iter().map(|node| &node.job).chain([&cluster.job]).map(|job| job.mild_captures().len());
+    let start = std::time::Instant::now();
+    while captures().any(|count| count < 2) {
+        let counts: Vec<usize> = captures().collect();
+        assert!(start.elapsed() < PATIENCE, "{counts:?}\n{}\n{}", cluster.log(), nodes[0].log());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    let are_incidents = nodes.iter().any(|node| !node.job.incidents().is_empty());
+    assert!(!are_incidents && cluster.job.incidents().is_empty(), "{}", cluster.log());
+    assert!(!cluster.job.dir.join("timeline/latest").exists());
+    let (_, page) = http("GET", cluster.port, "/metrics").expect("an answer");
+    assert!(page.contains("xpu_timer_incidents_total 0\n"), "{page}");
+    // It makes no progress any more.
+    nodes[0].hooks[0].grow_old(60);
+    let incident = cluster.wait_incident(1);
+    assert_ne!(incident.verdict["hang"], "none", "{}", incident.verdict);
+    let earlier = incident.verdict["earlier"].as_array().map_or(0, Vec::len);
+    assert!(earlier >= 2, "{}\n{}", incident.verdict, cluster.log());
+    wait_until(PATIENCE, "each node has promoted its captures", || {
+        nodes.iter().all(|node| node.job.mild_captures().is_empty() && !node.job.promoted_captures().is_empty())
+    });
+    let known = evidence(&cluster.job.promoted_captures()[0]).ranks;
+    assert!(known.len() == 2 && known.iter().all(|rank| rank.presence() == Presence::Present), "{}", cluster.log());
+    for node in &nodes {
+        wait_until(PATIENCE, "the node knows the verdict on the hang", || {
+            node.job.status().unwrap_or_default()["incidents"][0]["cause"] == incident.verdict["cause"]
+        });
+    }
+    nodes[0].hooks[0].resolve(1);
+    cluster.wait_state("resolved");
+    assert_eq!(cluster.job.incidents().len(), 1, "it is one incident");
 }
 
 #[test]

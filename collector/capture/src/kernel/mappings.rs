@@ -1,18 +1,43 @@
 //! The mappings of a process, queried one by one: a rank maps thousands of files, and its stacks
-//! touch a few dozen. Kernels before 6.11 have no such query, so all mappings are listed there.
+//! touch a few dozen. Kernels before 6.11 have no such query, so all mappings are listed there. The
+//! mappings that processes share are listed once for each process of a capture.
 
 use std::{
     cell::{OnceCell, RefCell},
+    collections::HashMap,
     fs::File,
     io,
     os::fd::AsRawFd,
     path::PathBuf,
     rc::Rc,
+    sync::{Arc, Mutex, OnceLock, PoisonError},
+    time::Instant,
 };
 
 use xpu_timer_proto::procfs::{self, Mapping};
 
 use crate::error::Error;
+
+/// The writable mappings that processes share. The ranks of a node are of one family, and each of
+/// them may poll the memory of any other.
+#[derive(Default)]
+pub(crate) struct SharedMemory {
+    of_processes: Mutex<HashMap<i32, Arc<OnceLock<Vec<Mapping>>>>>,
+}
+
+impl SharedMemory {
+    /// Calls `use_mappings` with the mappings of a process; there are none if they cannot be read.
+    /// `None` if they have not been read before the deadline.
+    pub(crate) fn of<T>(&self, pid: i32, deadline: Instant, use_mappings: impl FnOnce(&[Mapping]) -> T) -> Option<T> {
+        let mut of_processes = self.of_processes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mappings = Arc::clone(of_processes.entry(pid).or_default());
+        drop(of_processes);
+        if mappings.get().is_none() && Instant::now() >= deadline {
+            return None;
+        }
+        Some(use_mappings(mappings.get_or_init(|| procfs::shared_mappings(pid).unwrap_or_default())))
+    }
+}
 
 /// `PROCMAP_QUERY` of linux/fs.h: `_IOWR('f', 17, struct procmap_query)`.
 const PROCMAP_QUERY: libc::c_ulong = 0xc068_6611;

@@ -221,6 +221,8 @@ pub(crate) struct Stack {
     pub(super) exceptions: Vec<PyException>,
     /// Its tasks and greenlets that wait.
     pub(super) suspended: Vec<PySuspended>,
+    /// Whether it waits for an object to which only its frames refer.
+    pub(super) awaits_alone: bool,
     /// Why the stack is incomplete.
     pub problem: Option<String>,
     /// Whether inner frames are missing because they changed during the read.
@@ -263,6 +265,7 @@ impl Stack {
         // A thread that has left its block handles another exception, or none.
         after.exceptions.retain(|exception| before.exceptions.contains(exception));
         after.suspended.retain(|suspended| before.suspended.contains(suspended));
+        after.awaits_alone &= before.awaits_alone;
         (after.held_gil, after.collects) = match after.held_gil {
             Some(_) => (after.held_gil, after.collects),
             None => (before.held_gil, before.collects),

@@ -156,6 +156,7 @@ impl PythonReader {
             problem = problem.or(chain.problem);
         }
         stack.suspended = thread.states().flat_map(|state| self.pending_tasks(memory, codes, state, &stack)).collect();
+        stack.awaits_alone = tasks::awaits_alone(memory, layout, &stack.frames, &stack.raw_frames);
         self.add_awaits(memory, codes, &mut stack);
         let states = thread.states();
         stack.exceptions = states.flat_map(|state| exceptions::handled(memory, layout, codes, state)).collect();
@@ -297,6 +298,7 @@ impl PythonThread {
             frames: self.stack.frames,
             exceptions: self.stack.exceptions,
             suspended: self.stack.suspended,
+            awaits_alone: self.stack.awaits_alone,
         };
         (trace, self.stack.entries)
     }

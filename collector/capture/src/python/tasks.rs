@@ -1,6 +1,7 @@
 //! Coroutines that are suspended: those of an event loop that waits, and all pending tasks of a
 //! loop, of asyncio and of trio. The thread of a loop has no frame of a task that waits: its
-//! coroutines wait for each other. Like frames, they change only while the thread runs.
+//! coroutines wait for each other. Like frames, they change only while the thread runs. Also finds
+//! threads that nobody can wake.
 
 use std::collections::{HashMap, HashSet};
 
@@ -72,6 +73,36 @@ pub(super) struct PendingTask {
     pub frames: Vec<InterpreterFrame>,
     /// What the innermost one waits for; empty if it is to run next.
     pub awaits: String,
+}
+
+/// Parts of the paths of the files with the methods of the standard library in which a thread waits
+/// for an object of one of these classes.
+const WAIT_FILES: [&str; 2] = ["/threading.py:", "/queue.py:"];
+const WAIT_CLASSES: [&str; 7] =
+    ["Event", "Barrier", "Semaphore", "BoundedSemaphore", "Queue", "LifoQueue", "PriorityQueue"];
+
+/// Whether a thread with these frames, leaf first, waits without a timeout for an object to which
+/// only its own frames refer: the variables of these methods and, up to 3.10, the evaluation stack
+/// of their caller.
+pub(super) fn awaits_alone(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    frames: &[PySpyFrame],
+    raw_frames: &[InterpreterFrame],
+) -> bool {
+    let waits = |frame: &&PySpyFrame| WAIT_FILES.iter().any(|file| frame.file_name.contains(file));
+    let methods = &raw_frames[..frames.iter().take_while(waits).count()];
+    // In a build without the GIL, a reference count has two parts.
+    let Some(leaf) = methods.first().filter(|_| !layout.free_threaded) else { return false };
+    let has_timeout = variable(memory, layout, leaf.address, 1)
+        .and_then(|timeout| class_name(memory, layout, timeout))
+        .is_none_or(|class| class != "NoneType");
+    let objects: Vec<u64> = methods.iter().filter_map(|frame| variable(memory, layout, frame.address, 0)).collect();
+    let Some(object) = objects.last().copied().filter(|_| !has_timeout) else { return false };
+    let is_awaited = class_name(memory, layout, object).is_some_and(|class| WAIT_CLASSES.contains(&&*class));
+    let references = memory.read_u32("an object", object.wrapping_add(layout.object_references)).unwrap_or(u32::MAX);
+    let own = objects.iter().filter(|one| **one == object).count() + usize::from(layout.minor <= 10);
+    is_awaited && usize::try_from(references).is_ok_and(|references| references <= own)
 }
 
 /// The frames of the coroutines that wait for each other on a thread with these frames, leaf first.

@@ -45,6 +45,7 @@ impl Engine {
         self.deferred = held;
         let nodes = &self.nodes;
         self.idle.retain(|job, _| nodes.job(job).alive);
+        self.promote_captures_of_dead_jobs();
         for (node, alarm) in free {
             self.alarm(node, alarm, now);
         }
@@ -68,6 +69,19 @@ impl Engine {
         }
         self.log_refused_claims(now);
         self.request_parts(now);
+    }
+
+    /// Makes the mild captures of jobs that have died incidents. Those of jobs that ended in order
+    /// stay what they are.
+    fn promote_captures_of_dead_jobs(&mut self) {
+        let nodes = &self.nodes;
+        let ended = self.captured.extract_if(.., |job, _| !nodes.job(job).alive);
+        for (job, started_ns) in ended.collect::<Vec<_>>() {
+            if let Some(rank) = self.nodes.job(&job).failed {
+                let reason = format!("the job died later: rank {rank} ended");
+                self.actions.push_back(Action::Promote { job, started_ns, reason });
+            }
+        }
     }
 
     fn tick_incident(&mut self, id: &str, now: Now) {
@@ -150,7 +164,7 @@ impl Engine {
                 self.close(id, State::Ended, now);
             }
             State::Open => self.judge_if_complete(id, now),
-            State::Dumped if incident.idle_verdict.is_some() => {}
+            State::Dumped if incident.mild_verdict.is_some() => {}
             State::Dumped if settling => {}
             // Drawings that were pending when an earlier collector ended are dropped.
             State::Dumped if incident.by_hand && restored && !incident.is_working() => {
@@ -225,6 +239,9 @@ impl Engine {
     }
 
     pub(super) fn close(&mut self, id: &str, state: State, now: Now) {
+        if self.incidents.get(id).is_some_and(|incident| !incident.is_idle) {
+            self.show(id);
+        }
         let Some(incident) = self.incidents.get_mut(id) else { return };
         info!("incident {id}: {}", if state == State::Resolved { "resolved: the job continues" } else { "ended" });
         incident.state = state;

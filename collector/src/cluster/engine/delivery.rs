@@ -12,7 +12,7 @@ use xpu_timer_analysis::{HangEvidence, Verdict, rank_set::RankSet};
 use xpu_timer_proto::lenient;
 use xpu_timer_proto::v1::{
     Captured, Deliver, DumpFile, FetchFiles, FileKind, Grounds, IncidentVerdict, NodeDump, Presence, RankEvidence,
-    RankPresence, cluster_message::Message, delivery::Message as DeliveryMessage,
+    RankPresence, TriggerKind, cluster_message::Message, delivery::Message as DeliveryMessage,
 };
 
 use crate::{
@@ -283,33 +283,43 @@ impl Engine {
         self.gather(id, GatherTask::Judge(missing, errors));
     }
 
-    /// The job of an incident is only idle, and the files of its capture are here: there is no
-    /// incident, and its folder is a mild capture.
-    fn found_idle(&mut self, id: &str, verdict: &Verdict) {
+    /// The verdict shows no hang, and the files of the capture are here: there is no incident, and
+    /// its folder is a mild capture. While the problem lasts, the nodes that have it report it
+    /// again.
+    fn found_mild(&mut self, id: &str, verdict: &Verdict) {
         self.gather(id, GatherTask::KeepMild);
         self.release(id);
         let Some(incident) = self.incidents.remove(id) else { return };
-        let Incident { head, folder, parts, .. } = incident;
+        let Incident { head, folder, parts, is_idle, .. } = incident;
+        let state = if is_idle { "is idle" } else { "shows no hang" };
         let place = folder.map_or("not kept".into(), |folder| folder.display().to_string());
-        info!("job {} is idle. Its capture: {} [{}, {place}]", head.job, verdict.sentence, verdict.cause);
+        info!("job {} {state}. Its capture: {} [{}, {place}]", head.job, verdict.sentence, verdict.cause);
         self.throttle.refund(&head.job);
         self.expected.retain(|_, expected| expected.incident != id);
-        let message = IncidentVerdict { is_idle: true, ..message_of(verdict, id, String::new()) };
+        let message = IncidentVerdict { is_mild: true, ..message_of(verdict, id, String::new()) };
         for node in parts.into_keys() {
             self.send(node, Message::Verdict(message.clone()));
         }
-        let last_launch_ns = self.nodes.last_launch_ns(&head.job).unwrap_or(head.opened.mono_ns);
-        self.idle.insert(head.job, IdleJob { last_launch_ns, sentence: verdict.sentence.clone() });
+        self.captured.insert(head.job.clone(), self.nodes.job(&head.job).first_start_ns);
+        if is_idle {
+            let last_launch_ns = self.nodes.last_launch_ns(&head.job).unwrap_or(head.opened.mono_ns);
+            self.idle.insert(head.job, IdleJob { last_launch_ns, sentence: verdict.sentence.clone() });
+        }
+    }
+
+    /// Whether a verdict makes the dump of an incident a mild capture. A part that is missing may
+    /// have shown a hang, and the death of all ranks is a problem.
+    fn is_mild(&self, incident: &Incident, verdict: &Verdict) -> bool {
+        let is_delivered = |part: &Part| part.progress == Progress::Delivered;
+        let all_died = incident.head.trigger.kind() == TriggerKind::Death && !self.nodes.job(&incident.head.job).alive;
+        incident.may_be_mild && incident.parts.values().all(is_delivered) && !all_died && mild::is_mild(verdict)
     }
 
     pub(super) fn apply_verdict(&mut self, id: &str, verdict: &Verdict, now: Now) {
-        let is_delivered = |part: &Part| part.progress == Progress::Delivered;
-        let is_idle = |one: &&mut Incident| one.is_idle && one.parts.values().all(is_delivered);
-        if let Some(incident) = self.incidents.get_mut(id).filter(is_idle)
-            && mild::is_mild(verdict)
-        {
+        let is_mild = self.incidents.get(id).is_some_and(|incident| self.is_mild(incident, verdict));
+        if let Some(incident) = self.incidents.get_mut(id).filter(|_| is_mild) {
             (incident.judging, incident.state) = (false, State::Dumped);
-            incident.idle_verdict = Some(Box::new(verdict.clone()));
+            incident.mild_verdict = Some(Box::new(verdict.clone()));
             return self.select_files(id, verdict, now);
         }
         self.show(id);
@@ -366,7 +376,7 @@ fn message_of(verdict: &Verdict, incident: &str, path: String) -> IncidentVerdic
         culprits: verdict.culprits.clone(),
         grounds: judging::grounds(verdict).into(),
         hanging: verdict.hanging_ranks().into_iter().collect::<RankSet>().to_message(),
-        is_idle: false,
+        is_mild: false,
     }
 }
 
@@ -393,8 +403,8 @@ impl Engine {
             (*node, wanted)
         });
         let pending: BTreeMap<NodeId, RankSet> = wanted.filter(|(_, wanted)| !wanted.is_empty()).collect();
-        // The timelines of an idle job show nothing.
-        incident.timelines = if incident.idle_verdict.is_some() { BTreeMap::new() } else { pending.clone() };
+        // Nobody looks at the timelines of a mild capture.
+        incident.timelines = if incident.mild_verdict.is_some() { BTreeMap::new() } else { pending.clone() };
         self.begin_fetching(id, FileKind::Stacktrace, pending, now);
     }
 
@@ -428,8 +438,8 @@ impl Engine {
             && incident.files_pending.is_empty()
         {
             incident.files = None;
-            if let Some(verdict) = incident.idle_verdict.take() {
-                return self.found_idle(id, &verdict);
+            if let Some(verdict) = incident.mild_verdict.take() {
+                return self.found_mild(id, &verdict);
             }
             let is_complete = incident.file_kind == FileKind::Timeline || incident.timelines.is_empty();
             self.gather(id, GatherTask::Draw { is_complete });

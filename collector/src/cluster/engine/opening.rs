@@ -68,8 +68,8 @@ impl Engine {
             return;
         }
         // A dump by hand that the node has already taken does not contain a later hang, nor does
-        // the capture of an idle job.
-        let taken = |one: &Incident| one.by_hand && !one.awaits(node) || one.idle_verdict.is_some();
+        // a mild capture.
+        let taken = |one: &Incident| one.by_hand && !one.awaits(node) || one.mild_verdict.is_some();
         let is_other = |one: &Incident| one.head.id != alarm.incident && (taken(one) || self.is_before(one, node));
         let open = self
             .incidents
@@ -77,13 +77,19 @@ impl Engine {
             .find(|one| one.is_open() && one.head.job == job && !self.is_over(one) && !is_other(one));
         let open = open.map(|one| one.head.id.clone());
         let is_idle = trigger.kind() == TriggerKind::Idle && !alarm.reports_idle;
+        let is_requested = match trigger.kind() {
+            TriggerKind::Manual => true,
+            TriggerKind::Idle => alarm.reports_idle,
+            _ => false,
+        };
         if let Some(incident) = open.and_then(|id| self.incidents.get_mut(&id)) {
             let id = incident.head.id.clone();
             if alarm.hangs {
                 incident.note_hang(node, true, false, now.mono_ns);
             }
             let awaits = incident.awaits(node);
-            if !is_idle {
+            incident.is_idle &= is_idle;
+            if is_requested {
                 self.show(&id);
             }
             // An alarm long after the other nodes have delivered: the node missed the request or is
@@ -112,7 +118,8 @@ impl Engine {
         let hanging = alarm.hangs.then_some(node);
         let name = if alarm.captured { alarm.incident } else { in_time(&alarm.incident, now) };
         let head = Head { id: name, job, attempt: summary.attempt, trigger, opened: now, late_ns: alarm.late_ns };
-        self.open(Incident { hanging: hanging.into_iter().collect(), is_idle, ..Incident::new(head) }, now);
+        let (hanging, may_be_mild) = (hanging.into_iter().collect(), !is_requested);
+        self.open(Incident { hanging, is_idle, may_be_mild, ..Incident::new(head) }, now);
     }
 
     /// Opens an incident, under another name if its own is taken. Returns the name.
@@ -127,8 +134,8 @@ impl Engine {
             info!("job {job} has launched nothing for its idle timeout; it is examined as {id}");
         } else {
             info!("incident {id} opened for job {job}: {:?} of rank {}", trigger.kind(), trigger.rank);
-            self.opened += 1;
         }
+        self.opened += u64::from(!incident.may_be_mild);
         let summary = self.nodes.job(job);
         incident.head.id.clone_from(&id);
         incident.deadline_ns = now.mono_ns + summary.sample_interval_ms * 1_000_000 + CAPTURE_NS;
@@ -139,12 +146,14 @@ impl Engine {
         id
     }
 
-    /// An incident is not, or not only, about an idle job: users see it from now on.
+    /// An incident is not, or not only, a dump that may show no hang: users see it from now on.
     pub(super) fn show(&mut self, id: &str) {
         if let Some(incident) = self.incidents.get_mut(id)
-            && std::mem::take(&mut incident.is_idle)
+            && std::mem::take(&mut incident.may_be_mild)
         {
-            info!("incident {id} opened for job {}", incident.head.job);
+            if std::mem::take(&mut incident.is_idle) {
+                info!("incident {id} opened for job {}", incident.head.job);
+            }
             self.opened += 1;
         }
     }

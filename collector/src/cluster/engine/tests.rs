@@ -495,13 +495,18 @@ fn an_unproven_hang_gets_another_round_if_it_lasts() {
     assert_eq!(cluster.job_hang(), "1");
 }
 
-/// Two nodes report that their job is idle, and both deliver. Returns the incident, its folder, the
-/// verdict without a hang, and the messages to the nodes.
+/// As [`examined_job`], for a job that a node reports as idle.
 fn idle_job(reports_idle: bool) -> (TestHub, String, PathBuf, Verdict, [mpsc::Receiver<Outbound>; 2]) {
+    let trigger = Some(Trigger { kind: TriggerKind::Idle.into(), rank: -1, ..Default::default() });
+    examined_job(Alarm { trigger, reports_idle, ..alarm(-1) })
+}
+
+/// A node alarms, and both nodes of the job deliver. Returns the incident, its folder, the verdict
+/// without a hang, and the messages to the nodes.
+fn examined_job(alarm: Alarm) -> (TestHub, String, PathBuf, Verdict, [mpsc::Receiver<Outbound>; 2]) {
     let mut cluster = hub();
     let (mut first, mut second) = (cluster.join(0), cluster.join(1));
-    let trigger = Some(Trigger { kind: TriggerKind::Idle.into(), rank: -1, ..Default::default() });
-    cluster.say(0, NodeMessage::Alarm(Alarm { trigger, reports_idle, ..alarm(-1) }), at(10));
+    cluster.say(0, NodeMessage::Alarm(alarm), at(10));
     cluster.folder_made(at(10));
     let id = cluster.hub.engine.incidents.keys().next().unwrap().clone();
     for (stream, messages) in [(0, &mut first), (1, &mut second)] {
@@ -531,7 +536,7 @@ fn an_idle_job_is_no_incident_and_its_capture_is_kept() {
     // The second node does not send its files.
     cluster.hub.tick(at(60));
     let told = std::iter::from_fn(|| first.try_recv().ok()).find_map(|message| match message.unwrap().message {
-        Some(Message::Verdict(verdict)) => Some((verdict.incident, verdict.is_idle)),
+        Some(Message::Verdict(verdict)) => Some((verdict.incident, verdict.is_mild)),
         _ => None,
     });
     assert_eq!(told, Some((id.clone(), true)));
@@ -581,11 +586,78 @@ fn an_idle_job_is_an_incident_if_the_user_wants_that_or_something_else_is_wrong(
     assert!(folder.exists() && cluster.hub.engine.opened == 1);
 
     let (mut cluster, id, folder, verdict, _nodes) = idle_job(false);
-    cluster.say(1, NodeMessage::Alarm(Alarm { incident: "2".into(), ..alarm(1) }), at(12));
-    assert_eq!(status_of(&cluster)["incidents"][0]["incident"], id.as_str(), "an operation hangs as well");
+    let trigger = Some(Trigger { kind: TriggerKind::Manual.into(), rank: -1, ..Default::default() });
+    cluster.say(1, NodeMessage::Alarm(Alarm { incident: "2".into(), trigger, ..alarm(1) }), at(12));
+    assert_eq!(status_of(&cluster)["incidents"][0]["incident"], id.as_str(), "a user wants a dump");
     cluster.apply(&id, &verdict, at(13));
     cluster.hub.wait_for_disk();
     assert!(folder.exists() && cluster.hub.engine.opened == 1);
+}
+
+/// The verdict without a hang is made, and no node sends its files. Returns the mild capture.
+fn found_mild(cluster: &mut TestHub, id: &str, folder: &std::path::Path, verdict: &Verdict) -> PathBuf {
+    cluster.apply(id, verdict, at(13));
+    cluster.hub.tick(at(60));
+    let kept = folder.parent().unwrap().join("mild").join(folder.file_name().unwrap());
+    // The gathering thread moves it. Without that, the next check fails.
+    for _ in (0..2000).take_while(|_| folder.exists()) {
+        std::thread::sleep(std::time::Duration::from_millis(5));
+    }
+    assert_eq!(records::verdict(&kept).unwrap().timing.status, Status::Mild);
+    kept
+}
+
+#[test]
+fn a_timeout_that_shows_no_hang_is_no_incident_and_its_capture_is_kept() {
+    let (mut cluster, id, folder, verdict, [mut first, _second]) = examined_job(alarm(0));
+    assert_eq!(status_of(&cluster)["incidents"][0]["incident"], id.as_str(), "it may be a hang");
+    found_mild(&mut cluster, &id, &folder, &verdict);
+    let told = std::iter::from_fn(|| first.try_recv().ok()).find_map(|message| match message.unwrap().message {
+        Some(Message::Verdict(verdict)) => Some(verdict.is_mild),
+        _ => None,
+    });
+    assert_eq!(told, Some(true));
+    assert!(cluster.hub.engine.incidents.is_empty() && cluster.hub.engine.opened == 0);
+    let status = status_of(&cluster);
+    assert_eq!((&status["idle"], &status["incidents"]), (&serde_json::json!([]), &serde_json::json!([])));
+    assert!(!folder.parent().unwrap().join("latest").exists());
+    // The problem lasts: the node reports it again.
+    cluster.say(0, NodeMessage::Alarm(Alarm { incident: "20261121T105610Z-00000002".into(), ..alarm(0) }), at(70));
+    assert_eq!(cluster.hub.engine.incidents.len(), 1);
+}
+
+#[test]
+fn a_timeout_that_shows_a_hang_or_lacks_a_part_is_an_incident() {
+    let (mut cluster, id, folder, mut verdict, _nodes) = examined_job(alarm(0));
+    verdict.hang = HangEvidence::PendingOperation;
+    cluster.apply(&id, &verdict, at(13));
+    cluster.hub.wait_for_disk();
+    assert!(folder.exists() && cluster.hub.engine.opened == 1);
+
+    let mut cluster = hub();
+    let (mut first, _second) = (cluster.join(0), cluster.join(1));
+    let (id, mut verdict) = cluster.judged_without_the_second(&mut first);
+    verdict.hang = HangEvidence::None;
+    cluster.apply(&id, &verdict, at(41));
+    assert_eq!(cluster.hub.engine.opened, 1, "the missing part may show it");
+}
+
+#[test]
+fn the_captures_of_a_job_that_dies_become_incidents() {
+    for failed in [true, false] {
+        let (mut cluster, id, folder, verdict, _nodes) = examined_job(alarm(0));
+        let kept = found_mild(&mut cluster, &id, &folder, &verdict);
+        for rank in [0, 1] {
+            let presence = Presence::Left.into();
+            let ended = RankEntry { presence, ended_age_ms: 1, failed: failed && rank == 1, ..entry(rank, at(61)) };
+            cluster.say(rank as u64, NodeMessage::Ranks(NodeRanks { ranks: vec![ended] }), at(61));
+        }
+        cluster.hub.tick(at(62));
+        cluster.hub.wait_for_disk();
+        assert_eq!((folder.exists(), kept.exists()), (failed, !failed));
+        let promoted = records::verdict(if failed { &folder } else { &kept }).unwrap().timing.promoted;
+        assert_eq!(promoted.as_deref(), failed.then_some("the job died later: rank 1 ended"));
+    }
 }
 
 #[test]

@@ -201,6 +201,67 @@ fn code_of_every_kind() {
     }
 }
 
+/// The threads whose names begin with `alone` wait for an object to which nobody else refers.
+const ALONE: &str = "\
+import queue, threading, time
+class Owner:
+    def __init__(self):
+        self.event = threading.Event()
+    def wait_for_attribute(self):
+        self.event.wait()
+EVENT, OWNER = threading.Event(), Owner()
+def alone_in_event():
+    threading.Event().wait()
+def alone_in_queue():
+    queue.Queue().get()
+def in_event_of_all():
+    EVENT.wait()
+def in_event_of_closure():
+    event = threading.Event()
+    threading.Thread(target=lambda: (time.sleep(100000), event.set()), name='sets', daemon=True).start()
+    event.wait()
+def in_argument(event):
+    event.wait()
+def in_timeout():
+    threading.Event().wait(100000)
+def in_lock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+waits = [alone_in_event, alone_in_queue, in_event_of_all, in_event_of_closure, in_timeout, in_lock]
+waits = [(wait, ()) for wait in waits] + [(OWNER.wait_for_attribute, ()), (in_argument, (OWNER.event,))]
+for wait, arguments in waits:
+    threading.Thread(target=wait, args=arguments, name=wait.__name__, daemon=True).start()
+print('ready', flush=True)
+time.sleep(100000)
+";
+
+#[test]
+fn threads_that_wait_for_an_object_to_which_only_they_refer() {
+    for python in python::all() {
+        let version = python.version();
+        let script = python.start(ALONE, &[]);
+        let waits = |trace: &PySpyStacktrace| {
+            let leaf = trace.frames.first().map_or("", |frame| frame.func_name.rsplit('.').next().unwrap_or_default());
+            matches!(leaf, "wait" | "<lambda>" | "<module>" | "in_lock")
+        };
+        let captured = capture_until(script.pid, &version, |sample| {
+            sample.py_stacktrace.len() == 10 && sample.py_stacktrace.iter().all(waits)
+        });
+        for trace in &captured.sample.py_stacktrace {
+            // In a build without the GIL, nothing is known.
+            let expected = trace.thread_name.starts_with("alone") && !version.contains('t');
+            assert_eq!(
+                trace.awaits_alone,
+                expected,
+                "{version}: {}\n{}",
+                trace.thread_name,
+                describe(&captured.sample)
+            );
+        }
+    }
+}
+
 const DEEP: &str = "\
 import sys, threading, time
 sys.setrecursionlimit(100000)

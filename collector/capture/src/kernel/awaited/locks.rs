@@ -130,19 +130,21 @@ const NOT_POLLED: [&str; 22] = [
 /// The processes of its family with which a process has memory in common that it may poll. None if
 /// there are more than a result has room for: such memory says nothing about a single process.
 pub(super) fn sharers_of_memory(search: &Search<'_>) -> Vec<Holder> {
-    let name = |mapping: &Mapping| mapping.path.rsplit('/').next().unwrap_or_default().to_owned();
-    let is_polled = |mapping: &&Mapping| !NOT_POLLED.iter().any(|start| name(mapping).starts_with(start));
-    let objects = |pid: i32| -> BTreeSet<SharedObject> {
-        let mappings = procfs::shared_mappings(pid).unwrap_or_default();
-        mappings.iter().filter(is_polled).map(Mapping::object).collect()
-    };
+    let objects = |pid: i32| search.tables.shared_memory.of(pid, search.deadline, polled_objects).unwrap_or_default();
     let own = objects(search.pid);
     if own.is_empty() {
         return Vec::new();
     }
-    let is_sharer = |pid: &i32| Instant::now() < search.deadline && !own.is_disjoint(&objects(*pid));
+    let is_sharer = |pid: &i32| !own.is_disjoint(&objects(*pid));
     let sharers: Vec<i32> = search.family().take(MAX_PROCESSES).filter(is_sharer).collect();
     if sharers.len() > MAX_HOLDERS { Vec::new() } else { search.holders(sharers) }
+}
+
+/// The objects of these mappings that a process may poll.
+fn polled_objects(mappings: &[Mapping]) -> BTreeSet<SharedObject> {
+    let name = |mapping: &Mapping| mapping.path.rsplit('/').next().unwrap_or_default().to_owned();
+    let is_polled = |mapping: &&Mapping| !NOT_POLLED.iter().any(|start| name(mapping).starts_with(start));
+    mappings.iter().filter(is_polled).map(Mapping::object).collect()
 }
 
 /// What `semop` waits for. The process that changed the semaphore last has taken it.
@@ -172,4 +174,70 @@ pub(super) fn message_queue(search: &Search<'_>, id: u64, receives: bool) -> Opt
     let holders = search.holders((last > 0 && last != search.pid).then_some(last));
     let object = format!("message queue {wanted}");
     Some(Awaited { kind: AwaitedKind::MessageQueue.into(), name: String::new(), holders, object })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{num::NonZeroUsize, time::Duration};
+
+    use nix::{
+        sys::{
+            memfd::{MFdFlags, memfd_create},
+            mman::{MapFlags, ProtFlags, mmap, munmap},
+            signal::{Signal, kill},
+            wait::waitpid,
+        },
+        unistd::{ForkResult, fork, ftruncate},
+    };
+
+    use super::*;
+    use crate::kernel::Tables;
+
+    #[test]
+    fn memory_of_libraries_and_semaphores_is_not_polled() {
+        let mapping = |inode: u64, path: &str| Mapping {
+            start: 0,
+            end: 4096,
+            offset: 0,
+            executable: false,
+            readable: true,
+            device: (0, 1),
+            inode,
+            path: path.into(),
+        };
+        let mappings = [mapping(1, "/dev/shm/ring"), mapping(2, "/dev/shm/sem.mp-1"), mapping(3, "/dev/shm/torch_4_5")];
+        let polled = polled_objects(&mappings);
+        assert_eq!(polled, BTreeSet::from([mappings[0].object()]));
+    }
+
+    #[test]
+    #[allow(unsafe_code)]
+    fn finds_who_shares_memory_and_reads_each_process_once() {
+        let file = memfd_create(c"ring", MFdFlags::empty()).unwrap();
+        ftruncate(&file, 4096).unwrap();
+        let size = NonZeroUsize::new(4096).unwrap();
+        let access = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a new mapping, which nobody else uses.
+        let ring = unsafe { mmap(None, size, access, MapFlags::MAP_SHARED, &file, 0) }.unwrap();
+        // SAFETY: the child calls only `pause`.
+        let child = match unsafe { fork() }.unwrap() {
+            ForkResult::Parent { child } => child,
+            ForkResult::Child => loop {
+                // SAFETY: `pause` has no arguments.
+                unsafe { libc::pause() };
+            },
+        };
+        let (own, tables) = (std::process::id().cast_signed(), Tables::default());
+        let sharers = |deadline: Instant| {
+            let found = sharers_of_memory(&Search::new(child.as_raw(), "", &tables, deadline));
+            found.iter().any(|holder| holder.pid == own)
+        };
+        let start = Instant::now();
+        assert!(!sharers(start), "there was no time to look");
+        assert!(sharers(start + Duration::from_secs(60)));
+        // SAFETY: the mapping of this test, which is not used any more.
+        unsafe { munmap(ring, size.get()) }.unwrap();
+        assert!(sharers(start), "what is known needs no time, and is not read again");
+        kill(child, Signal::SIGKILL).and_then(|()| waitpid(child, None)).unwrap();
+    }
 }
