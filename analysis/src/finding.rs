@@ -184,9 +184,10 @@ impl<R> TableRule<R> {
 /// The rules of a table, in order. A test switches them off in turn, to see that their scenarios
 /// need them.
 pub(crate) fn rules<R>(table: &'static [TableRule<R>]) -> impl Iterator<Item = &'static R> {
+    let rules = table.iter();
     #[cfg(test)]
-    let table = table.iter().filter(|rule| rule.is_on());
-    table.into_iter().map(|rule| &rule.rule)
+    let rules = rules.filter(|rule| rule.is_on());
+    rules.map(|rule| &rule.rule)
 }
 
 /// What the judge concludes. The sentence of the verdict says it.

@@ -13,7 +13,7 @@ pub(crate) static ENGINE: Detour = Detour;
 
 /// The engine of this build.
 #[cfg(feature = "frida")]
-pub static ENGINE: frida::Frida = frida::Frida;
+pub(crate) static ENGINE: frida::Frida = frida::Frida;
 
 /// An engine that replaces code.
 pub(crate) trait Engine {
@@ -72,7 +72,7 @@ mod frida {
     use crate::interpose::inline::engine::{Engine, Refusal};
 
     /// The crate `frida-gum`.
-    pub struct Frida;
+    pub(crate) struct Frida;
 
     /// Gum's interceptor. Never dropped, because dropping the last handle of Gum removes the code
     /// that the jumps use.
