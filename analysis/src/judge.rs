@@ -157,7 +157,12 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
     let kind = calibration::kind(case, outcome.cause, &outcome.culprits, others);
     let mut lines: Vec<EvidenceLine> =
         wording::evidence::lines(case, outcome.conclusion.evidence()).take(MAX_EVIDENCE).collect();
-    lines.extend(about_job.iter().map(|fact| wording::evidence::job_line(case, fact)));
+    for line in about_job.iter().map(|fact| wording::evidence::job_line(case, fact)) {
+        // What is missing may have been said of a culprit.
+        if lines.iter().all(|known| known.text != line.text) {
+            lines.push(line);
+        }
+    }
     let ruled_out = |rule: &Rule| {
         let exclusion = (rule.cause != outcome.cause).then(|| (rule.rule_out)(case, &outcome.culprits)).flatten()?;
         Some(RuledOut { cause: rule.cause, reason: wording::evidence::reason(case, exclusion, &outcome.culprits) })

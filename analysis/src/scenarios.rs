@@ -26,6 +26,8 @@ fn expect(verdict: &Verdict, cause: Cause, culprits: &[u32], confidence: Confide
     assert!(verdict.victims.iter().all(|victim| !culprits.contains(victim)), "\n{text}");
     assert!(verdict.ruled_out.iter().all(|ruled_out| ruled_out.cause != cause), "\n{text}");
     assert!(verdict.sentence.ends_with('.') && !verdict.sentence.contains(".."), "\n{text}");
+    let facts: BTreeSet<&str> = verdict.evidence.iter().map(|line| line.text.as_str()).collect();
+    assert_eq!(facts.len(), verdict.evidence.len(), "a fact is there twice\n{text}");
 }
 
 /// Checks a table of rules: each has a name of its own, a reason in one sentence, and the name of

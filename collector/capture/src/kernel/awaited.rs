@@ -324,6 +324,16 @@ mod tests {
         awaited_when(|_| true, block)
     }
 
+    /// Whether a process alone holds the object. Children of other tests have the descriptors of
+    /// this process for a moment, until they execute another program.
+    fn is_held_by(pid: i32) -> impl Fn(&Awaited) -> bool {
+        move |found| found.holders.iter().map(|holder| holder.pid).eq([pid])
+    }
+
+    fn own_pid() -> i32 {
+        std::process::id().cast_signed()
+    }
+
     /// Like [`awaited`], but waits until the result satisfies `accept`.
     fn awaited_when(accept: impl Fn(&Awaited) -> bool, block: impl FnOnce() + Send + 'static) -> Awaited {
         let (sender, receiver) = std::sync::mpsc::channel();
@@ -370,9 +380,7 @@ mod tests {
         let mut child = sleeping(std::process::Command::new("sleep").stdout(std::process::Stdio::piped()));
         let mut output = child.stdout.take().expect("a pipe");
         let pid = child.id().cast_signed();
-        // Children of other tests have the pipe open as well until they execute another program.
-        let alone = move |found: &Awaited| found.holders.iter().map(|holder| holder.pid).eq([pid]);
-        let found = awaited_when(alone, move || drop(output.read(&mut [0])));
+        let found = awaited_when(is_held_by(pid), move || drop(output.read(&mut [0])));
         child.kill().and_then(|()| child.wait()).expect("the child ends");
         assert_eq!(found.kind(), AwaitedKind::Pipe);
         let other: Vec<(i32, &str, bool)> =
@@ -383,11 +391,7 @@ mod tests {
     #[test]
     fn process_alone_holds_both_ends_of_a_pipe() {
         let (mut output, input) = std::io::pipe().expect("a pipe");
-        // Children of other tests have the pipe open for a moment, until they execute another
-        // program.
-        let own = std::process::id().cast_signed();
-        let alone = move |found: &Awaited| found.holders.iter().map(|holder| holder.pid).eq([own]);
-        let found = awaited_when(alone, move || drop(output.read(&mut [0])));
+        let found = awaited_when(is_held_by(own_pid()), move || drop(output.read(&mut [0])));
         drop(input);
         assert_eq!(found.kind(), AwaitedKind::Pipe);
     }
@@ -409,12 +413,11 @@ mod tests {
         let path = file.path().to_owned();
         let held = fs::File::open(&path).expect("the file");
         held.lock().expect("nobody else has it");
-        let own = std::process::id().cast_signed();
         let wanted = path.clone();
-        let found = awaited(move || fs::File::open(wanted).expect("the file").lock().expect("it is free at last"));
+        let lock = move || fs::File::open(wanted).expect("the file").lock().expect("it is free at last");
+        let found = awaited_when(is_held_by(own_pid()), lock);
         drop(held);
         assert_eq!((found.kind(), found.name), (AwaitedKind::Lock, path.display().to_string()));
-        assert_eq!(found.holders.iter().map(|holder| holder.pid).collect::<Vec<_>>(), [own]);
     }
 
     #[test]
@@ -459,10 +462,7 @@ mod tests {
     fn finds_the_child_at_the_other_end_of_a_unix_socket() {
         let (mut ours, mut child) = socket_of_child();
         let pid = child.id().cast_signed();
-        let found = awaited_when(
-            move |found| found.holders.iter().map(|holder| holder.pid).eq([pid]),
-            move || drop(ours.read(&mut [0])),
-        );
+        let found = awaited_when(is_held_by(pid), move || drop(ours.read(&mut [0])));
         child.kill().and_then(|()| child.wait()).expect("the child ends");
         assert_eq!(found.kind(), AwaitedKind::Socket);
         assert!(!found.holders[0].both_ends, "{found:?}");
@@ -471,9 +471,7 @@ mod tests {
     #[test]
     fn a_process_with_both_ends_of_a_unix_socket_is_known() {
         let (mut ours, theirs) = UnixStream::pair().expect("a pair");
-        let own = std::process::id().cast_signed();
-        let is_own = move |found: &Awaited| found.holders.iter().map(|holder| holder.pid).eq([own]);
-        let found = awaited_when(is_own, move || drop(ours.read(&mut [0])));
+        let found = awaited_when(is_held_by(own_pid()), move || drop(ours.read(&mut [0])));
         drop(theirs);
         assert!(found.holders[0].both_ends, "{found:?}");
     }
@@ -481,18 +479,16 @@ mod tests {
     #[test]
     fn finds_who_has_not_accepted_a_connection_and_who_reads_no_datagrams() {
         let folder = tempfile::tempdir().expect("a folder");
-        let own = std::process::id().cast_signed();
-        let is_own = move |found: &Awaited| found.holders.iter().map(|holder| holder.pid).eq([own]);
         let path = folder.path().join("accepts.sock");
         let listener = std::os::unix::net::UnixListener::bind(&path).expect("a socket");
         let mut client = UnixStream::connect(&path).expect("it connects");
-        let found = awaited_when(is_own, move || drop(client.read(&mut [0])));
+        let found = awaited_when(is_held_by(own_pid()), move || drop(client.read(&mut [0])));
         drop(listener);
         assert_eq!(found.kind(), AwaitedKind::Socket);
         let path = folder.path().join("receives.sock");
         let receiver = UnixDatagram::bind(&path).expect("a socket");
         let address = path.clone();
-        let found = awaited_when(is_own, move || {
+        let found = awaited_when(is_held_by(own_pid()), move || {
             let sender = UnixDatagram::unbound().expect("a socket");
             while sender.send_to(&[0; 64], &address).is_ok() {}
         });
@@ -565,15 +561,11 @@ mod tests {
         let (ours, mut child) = socket_of_child();
         let (wake, _waker) = std::io::pipe().expect("a pipe");
         let pid = child.id().cast_signed();
-        let found = awaited_when(
-            move |found| found.holders.iter().map(|holder| holder.pid).eq([pid]),
-            move || {
-                let flags = nix::poll::PollFlags::POLLIN;
-                let mut all =
-                    [nix::poll::PollFd::new(wake.as_fd(), flags), nix::poll::PollFd::new(ours.as_fd(), flags)];
-                let _ = nix::poll::poll(&mut all, nix::poll::PollTimeout::NONE);
-            },
-        );
+        let found = awaited_when(is_held_by(pid), move || {
+            let flags = nix::poll::PollFlags::POLLIN;
+            let mut all = [nix::poll::PollFd::new(wake.as_fd(), flags), nix::poll::PollFd::new(ours.as_fd(), flags)];
+            let _ = nix::poll::poll(&mut all, nix::poll::PollTimeout::NONE);
+        });
         child.kill().and_then(|()| child.wait()).expect("the child ends");
         assert_eq!(found.kind(), AwaitedKind::Socket, "only the thread itself has the other end of the pipe");
     }
