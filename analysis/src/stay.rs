@@ -9,8 +9,8 @@ use crate::verdict::EvidenceLine;
 
 /// A shorter stay is not worth a line.
 const SHORTEST_NS: u64 = 5_000_000_000;
-/// A called function of the user that takes this share of the stay, in percent, is named in place
-/// of its caller.
+/// Two functions of a stack are in it for equally long if the shorter time is at least this share
+/// of the longer one, in percent.
 const SHARE: u64 = 90;
 /// Samples further apart than this many periods say nothing of the time between them.
 const MOST_PERIODS_APART: u64 = 3;
@@ -18,8 +18,8 @@ const MOST_PERIODS_APART: u64 = 3;
 const MOST_LINES: usize = 8;
 
 /// The function in which the main thread has been for a while: the outermost one that it entered
-/// within the samples, or a function called by that, if it takes nearly all the time. `None` if
-/// there are no samples, or no Python code runs.
+/// within the samples, or the user's innermost function among those that have been in the stack for
+/// equally long. `None` if there are no samples, or no Python code runs.
 #[must_use]
 pub fn stay(samples: &StackSamples) -> Option<HostStay> {
     let thread = samples.threads.iter().find(|thread| thread.main)?;
@@ -46,16 +46,15 @@ pub fn stay(samples: &StackSamples) -> Option<HostStay> {
         (kept, first_ns) = (common, slice.first_ns);
     }
     entered_ns[..kept].fill(first_ns);
-    let is_complete = kept == now.len();
     let outermost = kept.min(now.len().checked_sub(1)?);
     let for_ns = |depth: usize| last.last_ns.saturating_sub(entered_ns[depth]);
-    let least_ns = for_ns(outermost) / 100 * SHARE;
-    let mut deepest_first = (outermost..now.len()).rev().filter(|depth| for_ns(*depth) >= least_ns);
+    let is_equal = |one_ns: u64, other_ns: u64| one_ns.min(other_ns) >= one_ns.max(other_ns) / 100 * SHARE;
+    let mut deepest_first = (0..now.len()).rev().filter(|depth| is_equal(for_ns(*depth), for_ns(outermost)));
     // The user's own code says more than a library that it calls.
     let depth = deepest_first.find(|depth| !is_library(now[*depth].1)).unwrap_or(outermost);
     let frame = frames(last).nth(depth)?;
     let place = samples.frames[*frame as usize].file_name.clone();
-    Some(HostStay { function: now[depth].0.to_string(), place, for_ns: for_ns(depth), at_least: is_complete })
+    Some(HostStay { function: now[depth].0.to_string(), place, for_ns: for_ns(depth), at_least: depth < kept })
 }
 
 /// Whether a file belongs to the interpreter or to an installed package.
@@ -143,6 +142,8 @@ mod tests {
     #[test]
     fn what_lasts_for_all_samples_has_lasted_for_at_least_that_long() {
         assert_eq!(shown(&[(&["main", "wait"], 100)]), "rank 5 has been in wait (train.py:0) for at least 100 s");
+        let text = shown(&[(&["main", "step", "lib_wait"], 100)]);
+        assert_eq!(text, "rank 5 has been in step (train.py:1) for at least 100 s", "a library is not named");
         assert_eq!(shown(&[(&["main", "step"], 100), (&["main", "save"], 3)]), "", "it is short");
         assert_eq!(shown(&[(&[], 100)]), "", "no Python code");
         assert_eq!(stay(&StackSamples::default()), None);
