@@ -20,13 +20,10 @@ use crate::{
     finding::{Conclusion, EvidenceGap, HealthyReason, JobFact, Rule, TableRule, rules},
     graph::Suspect,
     report, stay, suspended,
-    verdict::{Cause, Confidence, CulpritProcess, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
+    verdict::{Cause, Confidence, CulpritProcess, FORMAT, RuledOut, Timing, Verdict},
     wording,
     world::{EncodedOperations, RankView},
 };
-
-/// Maximum number of lines of evidence. Those about the first culprits come first.
-const MAX_EVIDENCE: usize = 40;
 
 /// Maximum numbers of lines about waits for keys, about asynchronous errors, and about exceptions
 /// and signals.
@@ -155,14 +152,6 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
     }
     let others = !outcome.conclusion.culprit_processes().is_empty();
     let kind = calibration::kind(case, outcome.cause, &outcome.culprits, others);
-    let mut lines: Vec<EvidenceLine> =
-        wording::evidence::lines(case, outcome.conclusion.evidence()).take(MAX_EVIDENCE).collect();
-    for line in about_job.iter().map(|fact| wording::evidence::job_line(case, fact)) {
-        // What is missing may have been said of a culprit.
-        if lines.iter().all(|known| known.text != line.text) {
-            lines.push(line);
-        }
-    }
     let ruled_out = |rule: &Rule| {
         let exclusion = (rule.cause != outcome.cause).then(|| (rule.rule_out)(case, &outcome.culprits)).flatten()?;
         Some(RuledOut { cause: rule.cause, reason: wording::evidence::reason(case, exclusion, &outcome.culprits) })
@@ -185,7 +174,7 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
         hang: hang_evidence(case, &outcome, strength, victims.len()),
         helpers_busy: helpers_busy(case, &outcome),
         victims: case.world.ranks(victims),
-        evidence: lines,
+        evidence: wording::evidence::lines(case, outcome.conclusion.evidence(), &about_job),
         known_defects: report::known_defects(case, &outcome.conclusion),
         ruled_out: RULES.iter().filter_map(ruled_out).collect(),
         communicators: report::communicators(case, outcome.main.as_ref().and_then(|suspect| case.main_event(suspect))),

@@ -53,7 +53,6 @@ pub(crate) mod os {
     pub(crate) mod clock;
     #[allow(unsafe_code)]
     pub(crate) mod descriptor;
-    pub(crate) mod fork_sections;
     #[allow(unsafe_code)]
     pub(crate) mod leaked_once;
     #[allow(unsafe_code)]
@@ -62,6 +61,7 @@ pub(crate) mod os {
     pub(crate) mod ptracer;
     #[allow(unsafe_code)]
     pub(crate) mod seccomp;
+    pub(crate) mod sections;
     #[allow(unsafe_code)]
     pub(crate) mod signals;
     #[allow(unsafe_code)]

@@ -237,7 +237,7 @@ const HANG_RULES: &[TableRule<HangRule>] = &[
     TableRule {
         name: "on_demand",
         reason: "A manual dump may be of a healthy job, whose ranks wait for each other all the time.",
-        scenario: "hang::a_manual_dump_of_ranks_that_wait_for_each_other_does_not_prove_a_hang",
+        scenario: "hang::a_manual_dump_of_ranks_that_wait_for_a_stopped_one_does_not_prove_a_hang",
         rule: HangRule {
             evidence: HangEvidence::None,
             applies: |judged| judged.case.trigger_kind() == TriggerKind::Manual,

@@ -74,7 +74,7 @@ fn an_operation_that_is_pending_past_the_timeout_is_a_hang() {
 }
 
 #[test]
-fn a_manual_dump_of_ranks_that_wait_for_each_other_does_not_prove_a_hang() {
+fn a_manual_dump_of_ranks_that_wait_for_a_stopped_one_does_not_prove_a_hang() {
     let waiting = |trigger| {
         let mut job = waits_for(Stack::sleep().state("T (stopped)", ""));
         job.trigger(trigger);

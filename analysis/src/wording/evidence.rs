@@ -18,11 +18,18 @@ use crate::{
     verdict::EvidenceLine,
 };
 
-/// The lines for the facts of the findings, in the order of the facts. An equal line appears once.
-pub(crate) fn lines(case: &Case<'_>, findings: &[Finding]) -> impl Iterator<Item = EvidenceLine> {
+/// Most lines for the facts of the findings.
+const MOST_LINES: usize = 40;
+
+/// The lines for the facts of the findings, then those for the facts of the incident, in the order
+/// of the facts. An equal line appears once.
+pub(crate) fn lines(case: &Case<'_>, findings: &[Finding], of_job: &[JobFact]) -> Vec<EvidenceLine> {
     let mut shown = HashSet::new();
+    let mut is_new = |line: &EvidenceLine| shown.insert(line.text.clone());
     let all = findings.iter().flat_map(|finding| finding.evidence.iter().flat_map(|fact| of_fact(case, finding, fact)));
-    all.filter(move |line| shown.insert(line.text.clone()))
+    let mut lines: Vec<EvidenceLine> = all.filter(&mut is_new).take(MOST_LINES).collect();
+    lines.extend(of_job.iter().map(|fact| job_line(case, fact)).filter(is_new));
+    lines
 }
 
 fn of_fact(case: &Case<'_>, finding: &Finding, fact: &Fact) -> Vec<EvidenceLine> {
@@ -191,7 +198,7 @@ fn counters(case: &Case<'_>, rank_index: usize, event: Event) -> Option<Evidence
 }
 
 /// The line about a fact of the incident or its evidence as a whole.
-pub(crate) fn job_line(case: &Case<'_>, fact: &JobFact) -> EvidenceLine {
+fn job_line(case: &Case<'_>, fact: &JobFact) -> EvidenceLine {
     match fact {
         JobFact::Gap(gap, rank_indices) => gap_line(case, *gap, rank_indices),
         JobFact::SignalledFirst { rank, operation } => signalled_first(*rank, operation),

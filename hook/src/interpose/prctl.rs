@@ -13,8 +13,9 @@ use crate::runtime::{
     lifecycle::{fork, panics::guarded},
     linker::dynamic::look_up,
     os::{
-        fork_sections, ptracer,
+        ptracer,
         seccomp::{self, tsc, watcher_may_call},
+        sections,
         thread_state::{self, in_hook},
     },
     recorder,
@@ -97,7 +98,7 @@ impl Install {
         let is_first = seccomp::may_call();
         seccomp::begin_install(self.synchronizes);
         if is_first {
-            fork_sections::wait_for_watcher();
+            sections::wait_for_watcher();
         }
         true
     }

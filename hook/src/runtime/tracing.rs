@@ -31,7 +31,7 @@ use crate::runtime::{
     lifecycle::{exit, panics::guarded},
     os::{
         clock,
-        fork_sections::in_watcher_unless_filtered,
+        sections::in_watcher_unless_filtered,
         sys,
         thread_state::{self, in_hook},
     },

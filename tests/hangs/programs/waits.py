@@ -2305,42 +2305,40 @@ def peer_off_by_one(job):
     job.train()
 
 
+def swap_once(job, reduce_both):
+    """Each rank calls `reduce_both` with two communicators in each step. Rank 1 swaps them once."""
+    tensor = cuda.Communicator.create("tensor", job.rank, job.world)
+    for _ in range(TROUBLE_STEP):
+        reduce_both([job.comm, tensor])
+        time.sleep(0.03)
+    if job.rank == 1:
+        blame([os.getpid()], ["order_mismatch"], reduce_both.__name__)
+        reduce_both([tensor, job.comm])
+    reduce_both([job.comm, tensor])
+
+
 @scenario(ranks=3)
 def communicators_swapped(job):
     """Rank 1 uses its two communicators in the wrong order in one step."""
-    tensor = cuda.Communicator.create("tensor", job.rank, job.world)
 
     def reduce_both(comms):
         for comm in comms:
             comm.all_reduce(job.gradients, job.stream)
             job.stream.synchronize()
 
-    for _ in range(TROUBLE_STEP):
-        reduce_both([job.comm, tensor])
-        time.sleep(0.03)
-    if job.rank == 1:
-        blame([os.getpid()], ["order_mismatch"], "reduce_both")
-        reduce_both([tensor, job.comm])
-    reduce_both([job.comm, tensor])
+    swap_once(job, reduce_both)
 
 
 @scenario(ranks=3)
 def communicators_swapped_in_a_queue(job):
     """As `communicators_swapped`, but each rank launches both collectives before it waits."""
-    tensor = cuda.Communicator.create("tensor", job.rank, job.world)
 
     def launch_both(comms):
         for comm in comms:
             comm.all_reduce(job.gradients, job.stream)
         job.stream.synchronize()
 
-    for _ in range(TROUBLE_STEP):
-        launch_both([job.comm, tensor])
-        time.sleep(0.03)
-    if job.rank == 1:
-        blame([os.getpid()], ["order_mismatch"], "launch_both")
-        launch_both([tensor, job.comm])
-    launch_both([job.comm, tensor])
+    swap_once(job, launch_both)
 
 
 @scenario(ranks=3)

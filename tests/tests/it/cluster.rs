@@ -147,6 +147,21 @@ impl Node {
         node
     }
 
+    /// A node with one rank, after a change of what the rank says.
+    fn with_rank(
+        cluster: &Cluster,
+        name: &str,
+        (job, rank, world): (&str, i32, u32),
+        change: impl FnOnce(&mut FakeHook),
+    ) -> Self {
+        let mut node = Self::new(cluster, name);
+        let mut hook = FakeHook::start(&node.job, job, rank, world);
+        change(&mut hook);
+        hook.join(&node.job);
+        node.hooks.push(hook);
+        node
+    }
+
     fn add_ranks(&mut self, job: &str, first: i32, count: i32, world: u32) {
         for local in 0..count {
             let mut hook = FakeHook::start(&self.job, job, first + local, world);
@@ -473,13 +488,10 @@ fn the_job_is_idle_only_when_all_nodes_are() {
     let cluster = Cluster::new();
     let mut nodes: Vec<Node> = (0..2)
         .map(|rank| {
-            let mut node = Node::new(&cluster, &format!("node-{rank}"));
-            let mut hook = FakeHook::start(&node.job, "idle", rank, 2);
-            hook.hello.idle_timeout_ms = 13_000;
-            hook.tell("launch on");
-            hook.join(&node.job);
-            node.hooks.push(hook);
-            node
+            Node::with_rank(&cluster, &format!("node-{rank}"), ("idle", rank, 2), |hook| {
+                hook.hello.idle_timeout_ms = 13_000;
+                hook.tell("launch on");
+            })
         })
         .collect();
     cluster.wait_ranks("idle", 2);
@@ -514,12 +526,8 @@ fn a_timeout_that_shows_no_hang_is_no_incident_on_any_node() {
     let cluster = Cluster::new();
     let mut nodes: Vec<Node> = (0..2)
         .map(|rank| {
-            let mut node = Node::new(&cluster, &format!("node-{rank}"));
-            let mut hook = FakeHook::start(&node.job, "busy", rank, 2);
-            hook.hello.hang_timeout_ms = 1000;
-            hook.join(&node.job);
-            node.hooks.push(hook);
-            node
+            let change = |hook: &mut FakeHook| hook.hello.hang_timeout_ms = 1000;
+            Node::with_rank(&cluster, &format!("node-{rank}"), ("busy", rank, 2), change)
         })
         .collect();
     cluster.wait_ranks("busy", 2);

@@ -4,9 +4,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::runtime::{
     os::{
-        fork_sections,
         process::{CONNECTION, FINAL_TURN_UNWANTED, IDLE, PROCESS, RING, SET_UP_IN, pid},
-        ptracer, seccomp, thread_state,
+        ptracer, seccomp, sections, thread_state,
     },
     recorder::{Recorder, running},
 };
@@ -36,16 +35,16 @@ pub(crate) fn watch_forks() {
 
 extern "C" fn before_fork() {
     seccomp::remember_for_child();
-    fork_sections::begin_fork();
+    sections::begin_fork();
 }
 
 extern "C" fn after_fork() {
-    fork_sections::end_fork();
+    sections::end_fork();
 }
 
 /// Runs on the only thread of a forked child, where only async-signal-safe functions are allowed.
 extern "C" fn after_fork_in_child() {
-    fork_sections::forget_parent();
+    sections::forget_parent();
     let errno = thread_state::errno();
     let saved = errno.get();
     // Dumps contain the child's stacks.

@@ -12,7 +12,7 @@ use xpu_timer_proto::family::{FAMILIES, Family};
 
 use crate::runtime::{
     linker::elf::{self, Object},
-    os::{fork_sections::in_linker, seccomp, sys, thread_state},
+    os::{seccomp, sections::in_linker, sys, thread_state},
 };
 
 /// dlsym, with the hook's library as the caller.

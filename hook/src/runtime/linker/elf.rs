@@ -5,7 +5,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
-use crate::runtime::os::fork_sections::in_linker;
+use crate::runtime::os::sections::in_linker;
 
 /// Size of a page, the unit of memory protection.
 pub(crate) const PAGE: usize = 4096;

@@ -24,7 +24,7 @@
 //!
 //! The program's threads continue to record, because that only writes memory. The watcher continues
 //! as long as the filter does not apply to it, but takes no lock of the C library that another
-//! thread would wait for (see [`fork_sections`](super::fork_sections)). With
+//! thread would wait for (see [`sections`](super::sections)). With
 //! `SECCOMP_FILTER_FLAG_TSYNC` the filter applies to it; then the watcher thread ends before the
 //! filter is installed, because a sleeping thread would make another call when it wakes up.
 use std::sync::atomic::{AtomicU32, Ordering};

@@ -9,7 +9,7 @@ use std::{
 use crate::runtime::{
     lifecycle::panics::guarded,
     linker::elf::{self, Object},
-    os::{fork_sections::in_linker, leaked_once::LeakedOnce},
+    os::{leaked_once::LeakedOnce, sections::in_linker},
 };
 
 /// An object of the interpreter.

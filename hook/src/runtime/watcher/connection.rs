@@ -16,7 +16,7 @@ use xpu_timer_proto::{
 };
 
 use crate::runtime::{
-    os::{descriptor::Descriptor, fork_sections::open_outside_fork, process::CONNECTION, ptracer, wakeup},
+    os::{descriptor::Descriptor, process::CONNECTION, ptracer, sections::open_outside_fork, wakeup},
     watcher::log::Log,
 };
 

@@ -21,8 +21,9 @@ use crate::runtime::{
     lock_free::handoff::Handoff,
     os::{
         clock::{self, RateMeasurement},
-        fork_sections::in_watcher_unless_filtered,
-        process, seccomp, sys, thread_state, wakeup,
+        process, seccomp,
+        sections::in_watcher_unless_filtered,
+        sys, thread_state, wakeup,
     },
     recorder::{Recorder, host_operations},
     tracing::{self, Tracing},

@@ -195,13 +195,9 @@ fn two_nodes_of_one_name_may_share_one_folder() {
     let mut cluster = Cluster::with(Job::new().with("XPU_TIMER_TIMELINE_PATH", &path), "http", "127.0.0.1");
     cluster.start();
     let mut nodes: Vec<Node> = (0..2)
-        .map(|index| {
-            let mut node = Node::new(&cluster, "pod-0");
-            let mut hook = FakeHook::start(&node.job, "twins", index, 2);
-            hook.hello.timeline_path.clone_from(&path);
-            hook.join(&node.job);
-            node.hooks.push(hook);
-            node
+        .map(|rank| {
+            let change = |hook: &mut FakeHook| hook.hello.timeline_path.clone_from(&path);
+            Node::with_rank(&cluster, "pod-0", ("twins", rank, 2), change)
         })
         .collect();
     cluster.wait_ranks("twins", 2);
