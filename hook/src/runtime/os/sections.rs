@@ -100,8 +100,9 @@ pub(crate) fn end_fork() {
 
 /// In a forked child, in which no other thread is left.
 pub(crate) fn forget_parent() {
-    FORKING.store(0, Ordering::SeqCst);
-    SECTIONS.store(0, Ordering::SeqCst);
+    for count in [&FORKING, &SECTIONS, &WATCHER_SECTIONS] {
+        count.store(0, Ordering::SeqCst);
+    }
 }
 
 fn wait_until(is_over: impl Fn() -> bool) {
@@ -156,5 +157,27 @@ mod tests {
             section.join().unwrap() == 0
         };
         assert!((0..100).any(|_| waits_for_fork()), "no section waits for a fork");
+    }
+
+    #[test]
+    #[allow(unsafe_code)]
+    fn a_forked_child_does_not_wait_for_sections_of_its_parent() {
+        let _section = Section::enter(&WATCHER_SECTIONS);
+        // SAFETY: the child has one thread, takes no lock, and ends without cleaning up.
+        let child = match unsafe { libc::fork() } {
+            0 => {
+                forget_parent();
+                let begun = Instant::now();
+                wait_for_watcher();
+                let has_waited = begun.elapsed() >= FILTER_PATIENCE;
+                // SAFETY: it ends the child.
+                unsafe { libc::_exit(i32::from(has_waited)) }
+            }
+            child => child,
+        };
+        let mut status = -1;
+        // SAFETY: the status lives during the call.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        assert_eq!(status, 0, "it has waited for a thread that only its parent has");
     }
 }
