@@ -10,6 +10,7 @@
 mod builder;
 mod chains;
 mod edges;
+mod members;
 mod processes;
 mod suspects;
 mod transfers;

@@ -41,7 +41,6 @@ pub(crate) mod lock_free {
     #[allow(unsafe_code)]
     pub(crate) mod event_pools;
     pub(crate) mod handoff;
-    pub(crate) mod hash_slot;
     pub(crate) mod slot;
 }
 

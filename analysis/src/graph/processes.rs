@@ -7,7 +7,8 @@ use xpu_timer_proto::server::AwaitedKind;
 
 use super::{
     builder::ResourceWait,
-    chains::{Chain, Chains, End, Member, is_stream},
+    chains::{Chain, End},
+    members::{Member, Members, is_stream},
 };
 use crate::{stacks::ProcessState, world::World};
 
@@ -94,30 +95,30 @@ pub(super) struct Waits {
 
 /// Finds what ranks wait for.
 pub(super) fn waits(world: &World<'_>) -> Waits {
-    let chains = Chains::new(world);
+    let all = Members::new(world);
     let mut waits = Waits::default();
     for waiter in 0..world.views.len() {
-        match chains.of_rank(waiter) {
+        match all.of_rank(waiter) {
             End::Rank(holder) => waits.of_ranks.push(ResourceWait { waiter, holder }),
-            End::Process(chain) => waits.of_processes.push(ProcessWait::new(&chains, waiter, chain, None)),
+            End::Process(chain) => waits.of_processes.push(ProcessWait::new(&all, waiter, chain, None)),
             End::Cycle(chain, from) => {
-                let mutual = Mutual::of(&chains, waiter, &chain, from);
-                waits.of_processes.push(ProcessWait::new(&chains, waiter, chain, Some(mutual)));
+                let mutual = Mutual::of(&all, waiter, &chain, from);
+                waits.of_processes.push(ProcessWait::new(&all, waiter, chain, Some(mutual)));
             }
             End::AtRest(Member::Process(server)) => waits.at_rest.push((waiter, Some(server))),
             End::AtRest(Member::Rank(_)) => waits.at_rest.push((waiter, None)),
             End::Unknown => waits.on_unknown.push(waiter),
-            End::Start if chains.is_locked_in(waiter) => waits.locked_in.push(waiter),
-            End::Start if chains.has_unknown_peer(waiter) => waits.on_unknown.push(waiter),
+            End::Start if all.is_locked_in(waiter) => waits.locked_in.push(waiter),
+            End::Start if all.has_unknown_peer(waiter) => waits.on_unknown.push(waiter),
             End::Start | End::Back => {}
         }
     }
-    waits.cycles = cycles(&chains, &waits.of_ranks);
+    waits.cycles = cycles(&all, &waits.of_ranks);
     waits
 }
 
 /// Facts about a rank at the beginning of a chain.
-impl Chains<'_, '_> {
+impl Members<'_, '_> {
     /// Whether all processes of a chain descend from the rank at its beginning, by the parents that
     /// are known.
     fn descend_from(&self, waiter: usize, chain: &[usize]) -> bool {
@@ -160,7 +161,7 @@ impl Chains<'_, '_> {
 }
 
 /// The cycles of ranks that wait for resources of each other and that nothing else wakes.
-fn cycles(chains: &Chains<'_, '_>, waits: &[ResourceWait]) -> Vec<Vec<usize>> {
+fn cycles(all: &Members<'_, '_>, waits: &[ResourceWait]) -> Vec<Vec<usize>> {
     let holder = |waiter: usize| {
         let index = waits.binary_search_by_key(&waiter, |wait| wait.waiter).ok()?;
         Some(waits[index].holder)
@@ -178,7 +179,7 @@ fn cycles(chains: &Chains<'_, '_>, waits: &[ResourceWait]) -> Vec<Vec<usize>> {
         let mut cycle = path.split_off(from);
         cycle.sort_unstable();
         let members: HashSet<Member> = cycle.iter().map(|rank_index| Member::Rank(*rank_index)).collect();
-        if members.iter().all(|member| chains.is_closed(*member, &members)) {
+        if members.iter().all(|member| all.is_closed(*member, &members)) {
             cycles.push(cycle);
         }
     }
@@ -186,13 +187,13 @@ fn cycles(chains: &Chains<'_, '_>, waits: &[ResourceWait]) -> Vec<Vec<usize>> {
 }
 
 impl ProcessWait {
-    fn new(chains: &Chains<'_, '_>, waiter: usize, chain: Chain, mutual: Option<Mutual>) -> Self {
+    fn new(all: &Members<'_, '_>, waiter: usize, chain: Chain, mutual: Option<Mutual>) -> Self {
         let Chain { processes, is_certain, is_closed, is_served, is_due, .. } = chain;
         let end = processes.last().copied().unwrap_or_default();
-        let is_own = chains.descend_from(waiter, &processes);
+        let is_own = all.descend_from(waiter, &processes);
         let end = Member::Process(end);
-        let state = chains.state(end);
-        let stands = chains.host(end).moved.is_some_and(|moved| !moved.is_progress() && !moved.helper_progressed);
+        let state = all.state(end);
+        let stands = all.host(end).moved.is_some_and(|moved| !moved.is_progress() && !moved.helper_progressed);
         let is_due = is_due && stands;
         ProcessWait { waiter, chain: processes, is_certain, is_own, state, is_closed, is_served, is_due, mutual }
     }
@@ -202,16 +203,15 @@ impl Mutual {
     /// Who is to blame in a cycle from this position of a chain on, or from the rank on. A process
     /// that waits for the end of another one must not expect that it ends while it needs something,
     /// and a process must receive what another one sends before it waits for an answer.
-    fn of(chains: &Chains<'_, '_>, waiter: usize, chain: &Chain, from: Option<usize>) -> Self {
+    fn of(all: &Members<'_, '_>, waiter: usize, chain: &Chain, from: Option<usize>) -> Self {
         if let Some((locker, through)) = chain.keeps_lock() {
             return Mutual { rank: false, processes: vec![locker], fault: MutualFault::KeepsLock { through } };
         }
         let inside = chain.processes[from.unwrap_or(0)..].iter().map(|index| Member::Process(*index));
         let members: Vec<Member> = from.is_none().then_some(Member::Rank(waiter)).into_iter().chain(inside).collect();
-        let parents = members.iter().copied().filter(|member| chains.waits_for_child(*member)).collect();
+        let parents = members.iter().copied().filter(|member| all.waits_for_child(*member)).collect();
         let next = members.iter().cycle().skip(1);
-        let leaves_unread =
-            |(one, next): (&Member, &Member)| (chains.sends(*one) && !chains.sends(*next)).then_some(*next);
+        let leaves_unread = |(one, next): (&Member, &Member)| (all.sends(*one) && !all.sends(*next)).then_some(*next);
         let unread: Vec<Member> = members.iter().zip(next).filter_map(leaves_unread).collect();
         let choices =
             [(MutualFault::ExpectsEnd, parents), (MutualFault::LeavesUnread, unread), (MutualFault::Alike, members)];

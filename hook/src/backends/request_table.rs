@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use xpu_timer_proto::v1::{DataType, Op, OpKind};
 
-use crate::runtime::{lock_free::hash_slot::home_slot, recorder::NewOperation};
+use crate::runtime::{lock_free::atomic::home_slot, recorder::NewOperation};
 
 /// Number of entries, a power of two.
 const PLACES: usize = 4096;

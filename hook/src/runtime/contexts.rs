@@ -13,7 +13,7 @@ use std::{
 
 use xpu_timer_proto::ring::header;
 
-use crate::runtime::{lock_free::hash_slot::home_slot, os::clock, recorder::Recorder};
+use crate::runtime::{lock_free::atomic::home_slot, os::clock, recorder::Recorder};
 
 /// Addresses of programs have 47 bits.
 const ADDRESS_BITS: u32 = 48;

@@ -27,16 +27,31 @@ const CLOCK_NS: u64 = 600 * SECOND;
 const OPERATIONS: u32 = 1_000_000;
 
 impl Engine {
-    /// A node with new ranks joins the open incidents of their jobs.
+    /// A node with new ranks joins the open incidents of their jobs. If it takes part in one, its
+    /// part has these ranks too: the ranks of a restarted node register one after another.
     pub(super) fn request_for_open_incidents(&mut self, node: NodeId, now: Now) {
         let open: Vec<String> =
             self.incidents.values().filter(|one| one.is_open()).map(|one| one.head.id.clone()).collect();
         for id in open {
             let known = self.incidents.get(&id).is_some_and(|incident| incident.parts.contains_key(&node));
-            if !known && let Some(request) = self.dump_request(&id, node, now) {
+            if known {
+                self.extend_part(&id, node, now);
+            } else if let Some(request) = self.dump_request(&id, node, now) {
                 self.send(node, Message::Dump(request));
             }
         }
+    }
+
+    /// Adds the ranks that a node has now to its part of an incident, unless that is complete.
+    fn extend_part(&mut self, id: &str, node: NodeId, now: Now) {
+        let Some(incident) = self.incidents.get(id).filter(|incident| !self.is_over(incident)) else { return };
+        let ranks = self.nodes.ranks_of(&incident.head.job, node);
+        let part = self.incidents.get_mut(id).and_then(|incident| incident.parts.get_mut(&node));
+        if let Some(part) = part.filter(|part| part.progress != Progress::Delivered) {
+            part.ranks.union_with(&ranks);
+        }
+        self.replace_away_nodes(id, node);
+        self.judge_if_complete(id, now);
     }
 
     pub(super) fn alarm(&mut self, node: NodeId, alarm: Alarm, now: Now) {
@@ -248,7 +263,14 @@ impl Engine {
         if is_over {
             return Some(request);
         }
-        // The ranks of a restarted node no longer belong to its old entry, which is away.
+        self.replace_away_nodes(id, node);
+        Some(request)
+    }
+
+    /// Removes the parts of nodes that are away and have no ranks of the job any more: the ranks of
+    /// a restarted node no longer belong to its old entry.
+    fn replace_away_nodes(&mut self, id: &str, node: NodeId) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
         let away = self.nodes.away().filter(|other| incident.parts.contains_key(other));
         let job = &incident.head.job;
         let successors: Vec<NodeId> = away.filter(|other| self.nodes.ranks_of(job, *other).is_empty()).collect();
@@ -260,7 +282,6 @@ impl Engine {
                 incident.hanging.insert(node);
             }
         }
-        Some(request)
     }
 
     /// A hang in an incident whose world is over may belong to the current world. It becomes an

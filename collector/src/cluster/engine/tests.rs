@@ -274,6 +274,37 @@ fn a_node_that_dies_before_its_delivery_does_not_block_the_verdict() {
 }
 
 #[test]
+fn the_ranks_of_a_restarted_node_may_register_one_after_another() {
+    let mut cluster = hub();
+    let ranks = |ranks: &[i32], now: Now| {
+        let entry = |rank: &i32| {
+            let info = RankInfo { rank: *rank, world_size: 3, ..Default::default() };
+            RankEntry { info: Some(info), ..entry(*rank, now) }
+        };
+        NodeRanks { ranks: ranks.iter().map(entry).collect() }
+    };
+    let mut join = |cluster: &mut TestHub, stream: StreamId, node: &str, list: &[i32], now: Now| {
+        let (outgoing, messages) = mpsc::channel(8);
+        let (node, identity) = (node.to_string(), stream.to_string());
+        let hello = NodeHello { node, identity, ranks: Some(ranks(list, now)), ..Default::default() };
+        cluster.hub.stream_event(StreamEvent::Joined(stream, Box::new(hello), outgoing), now);
+        messages
+    };
+    let _first = join(&mut cluster, 0, "n0", &[0], at(2));
+    let _old = join(&mut cluster, 1, "n1", &[1, 2], at(2));
+    let id = cluster.alarm(0);
+    cluster.hub.stream_event(StreamEvent::Ended(1, "reset".into()), at(11));
+    let _new = join(&mut cluster, 2, "n1", &[1], at(12));
+    let parts = |cluster: &TestHub| -> Vec<String> {
+        cluster.hub.engine.incidents[&id].parts.values().map(|part| part.ranks.to_string()).collect()
+    };
+    assert_eq!(parts(&cluster), ["0", "1-2", "1"], "the old entry still has rank 2");
+    cluster.say(2, NodeMessage::Ranks(ranks(&[1, 2], at(13))), at(13));
+    assert_eq!(parts(&cluster), ["0", "1-2"], "the part of the old entry has a successor");
+    assert_eq!(cluster.progress_of(&id, "n1"), Progress::Requested);
+}
+
+#[test]
 fn a_node_that_reads_no_messages_is_disconnected() {
     let mut cluster = hub();
     let (mut first, _second) = (cluster.join(0), cluster.join(1));

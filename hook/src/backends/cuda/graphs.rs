@@ -22,7 +22,7 @@ use crate::{
     runtime::{
         abi::SUCCESS,
         device::device,
-        lock_free::hash_slot::home_slot,
+        lock_free::atomic::home_slot,
         os::sys,
         recorder::{self, NewOperation, Recorder},
     },

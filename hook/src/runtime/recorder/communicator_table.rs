@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use xpu_timer_proto::ring::comm;
 
 use crate::runtime::{
-    lock_free::hash_slot::home_slot,
+    lock_free::atomic::home_slot,
     os::{clock, process, thread_state},
 };
 

@@ -14,8 +14,8 @@ use xpu_timer_proto::{
 
 use crate::runtime::{
     lock_free::{
+        atomic::home_slot,
         handoff::{self, add},
-        hash_slot::home_slot,
     },
     os::{
         clock, signals, sys,

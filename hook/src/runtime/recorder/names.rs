@@ -9,7 +9,7 @@ use xpu_timer_proto::ring::{header, name, offset};
 
 use crate::runtime::{
     device::device,
-    lock_free::hash_slot::home_slot,
+    lock_free::atomic::home_slot,
     os::thread_state::{self, IN_RUNTIME},
     recorder::{Recorder, SEEN, store_text},
 };

@@ -12,7 +12,7 @@ use xpu_timer_proto::ring::{header, offset, pack_halves, span};
 
 use crate::runtime::{
     lifecycle::panics::guarded,
-    lock_free::hash_slot::home_slot,
+    lock_free::atomic::home_slot,
     os::{
         clock,
         thread_state::{self, OpenCall, ThreadState},
