@@ -283,7 +283,7 @@ fn the_ranks_of_a_restarted_node_may_register_one_after_another() {
         };
         NodeRanks { ranks: ranks.iter().map(entry).collect() }
     };
-    let mut join = |cluster: &mut TestHub, stream: StreamId, node: &str, list: &[i32], now: Now| {
+    let join = |cluster: &mut TestHub, stream: StreamId, node: &str, list: &[i32], now: Now| {
         let (outgoing, messages) = mpsc::channel(8);
         let (node, identity) = (node.to_string(), stream.to_string());
         let hello = NodeHello { node, identity, ranks: Some(ranks(list, now)), ..Default::default() };

@@ -1,6 +1,6 @@
 //! The atomics, sizes, prefetches and hash function of the lock-free data structures.
-//! `tests/models` compiles the other files of this folder with the atomics of loom and smaller sizes
-//! in place of this file.
+//! `tests/models` compiles the other files of this folder with the atomics of loom and smaller
+//! sizes in place of this file.
 
 use std::cell::UnsafeCell;
 
