@@ -48,14 +48,13 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     // It does not exist if no test was skipped last time.
     let _ = fs::remove_file(&skipped);
     let filter = options.filter.as_deref().or(options.torch.then_some("torch"));
-    let which = if options.torch { ["-p", "xpu_timer_tests"].as_slice() } else { &["--workspace"] };
+    let which = if options.torch { ["-p", "xpu_timer_tests", "--test", "it"].as_slice() } else { &["--workspace"] };
     if options.torch {
         // Here a failure is an error with its reason; in a test it is a reason to skip.
         PypiTorch::set_up()?;
     }
     let test = || {
-        // Without `--all-targets`, rustdoc would look for examples in each library; there are none.
-        let mut command = cargo(&["test", "--no-fail-fast", "--all-targets"]);
+        let mut command = cargo(&["test", "--no-fail-fast"]);
         command.args(which).env("XPU_TIMER_ARTIFACTS", "ready").env("XPU_TIMER_SKIP_LOG", &skipped);
         if options.long {
             command.env(LONG, "1");
@@ -227,7 +226,7 @@ fn run_tests(test: impl Fn() -> Command, filter: Option<&str>, harness: Harness)
     } else {
         command.args(TAKING_TURNS.iter().flat_map(|part| ["--skip", part]));
         let mut in_turn = test();
-        in_turn.args(["--", "--test-threads=1"]).args(TAKING_TURNS);
+        in_turn.args(["--all-targets", "--", "--test-threads=1"]).args(TAKING_TURNS);
         harness.add_to(&mut in_turn);
         follow_both(&mut command, &mut in_turn)?
     };
