@@ -46,8 +46,12 @@ impl Engine {
     fn extend_part(&mut self, id: &str, node: NodeId, now: Now) {
         let Some(incident) = self.incidents.get(id).filter(|incident| !self.is_over(incident)) else { return };
         let ranks = self.nodes.ranks_of(&incident.head.job, node);
-        let part = self.incidents.get_mut(id).and_then(|incident| incident.parts.get_mut(&node));
-        if let Some(part) = part.filter(|part| part.progress != Progress::Delivered) {
+        let Some(part) = self.incidents.get_mut(id).and_then(|incident| incident.parts.get_mut(&node)) else { return };
+        // Nodes send their ranks often, and each look at a large job takes time.
+        if ranks.is_subset(&part.ranks) {
+            return;
+        }
+        if part.progress != Progress::Delivered {
             part.ranks.union_with(&ranks);
         }
         self.replace_away_nodes(id, node);

@@ -90,11 +90,23 @@ impl TestHub {
 
     /// As `join`, with incidents that are open on the node.
     fn join_with(&mut self, rank: i32, incidents: Vec<Alarm>, now: Now) -> mpsc::Receiver<Outbound> {
+        let ranks = NodeRanks { ranks: vec![entry(rank, now)] };
+        self.join_as(&format!("n{rank}"), rank as u64, ranks, incidents, now)
+    }
+
+    /// A node with these ranks joins. Its stream also identifies its process.
+    fn join_as(
+        &mut self,
+        node: &str,
+        stream: StreamId,
+        ranks: NodeRanks,
+        incidents: Vec<Alarm>,
+        now: Now,
+    ) -> mpsc::Receiver<Outbound> {
         let (outgoing, messages) = mpsc::channel(8);
-        let ranks = Some(NodeRanks { ranks: vec![entry(rank, now)] });
-        let (node, identity) = (format!("n{rank}"), rank.to_string());
-        let hello = NodeHello { node, identity, ranks, incidents, ..Default::default() };
-        self.hub.stream_event(StreamEvent::Joined(rank as u64, Box::new(hello), outgoing), now);
+        let (node, identity) = (node.to_string(), stream.to_string());
+        let hello = NodeHello { node, identity, ranks: Some(ranks), incidents, ..Default::default() };
+        self.hub.stream_event(StreamEvent::Joined(stream, Box::new(hello), outgoing), now);
         messages
     }
 
@@ -283,18 +295,11 @@ fn the_ranks_of_a_restarted_node_may_register_one_after_another() {
         };
         NodeRanks { ranks: ranks.iter().map(entry).collect() }
     };
-    let join = |cluster: &mut TestHub, stream: StreamId, node: &str, list: &[i32], now: Now| {
-        let (outgoing, messages) = mpsc::channel(8);
-        let (node, identity) = (node.to_string(), stream.to_string());
-        let hello = NodeHello { node, identity, ranks: Some(ranks(list, now)), ..Default::default() };
-        cluster.hub.stream_event(StreamEvent::Joined(stream, Box::new(hello), outgoing), now);
-        messages
-    };
-    let _first = join(&mut cluster, 0, "n0", &[0], at(2));
-    let _old = join(&mut cluster, 1, "n1", &[1, 2], at(2));
+    let _first = cluster.join_as("n0", 0, ranks(&[0], at(2)), Vec::new(), at(2));
+    let _old = cluster.join_as("n1", 1, ranks(&[1, 2], at(2)), Vec::new(), at(2));
     let id = cluster.alarm(0);
     cluster.hub.stream_event(StreamEvent::Ended(1, "reset".into()), at(11));
-    let _new = join(&mut cluster, 2, "n1", &[1], at(12));
+    let _new = cluster.join_as("n1", 2, ranks(&[1], at(12)), Vec::new(), at(12));
     let parts = |cluster: &TestHub| -> Vec<String> {
         cluster.hub.engine.incidents[&id].parts.values().map(|part| part.ranks.to_string()).collect()
     };
