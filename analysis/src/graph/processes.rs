@@ -217,11 +217,7 @@ impl Mutual {
             [(MutualFault::ExpectsEnd, parents), (MutualFault::LeavesUnread, unread), (MutualFault::Alike, members)];
         let found = choices.into_iter().find(|(_, blamed): &(_, Vec<Member>)| !blamed.is_empty());
         let (fault, blamed) = found.unwrap_or((MutualFault::Alike, Vec::new()));
-        let process = |member: &Member| match member {
-            Member::Process(index) => Some(*index),
-            Member::Rank(_) => None,
-        };
-        let processes: Vec<usize> = blamed.iter().filter_map(process).collect();
+        let processes: Vec<usize> = blamed.iter().copied().filter_map(Member::process).collect();
         Mutual { rank: processes.len() < blamed.len(), processes, fault }
     }
 }
