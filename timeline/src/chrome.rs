@@ -16,7 +16,7 @@ use crate::{
     collectives::is_completed,
     job::{Job, Rank},
     operations::{BUSY, Class, MEMORY, Meaning, busy_percent, memory},
-    perfetto::host_track::{Call, each_call, name_of, track_name},
+    perfetto::tracks::{Call, each_call, name_of, track_name},
 };
 
 /// Streams are numbered from here, as CUDA's context numbers those that a program creates.

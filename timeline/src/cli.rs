@@ -38,7 +38,7 @@ use crate::{
     job::{Job, NotAGroup, Rank, Settings, dimensions, parallel},
     operations::{Breakdown, Busy, Meaning},
     original,
-    perfetto::{self, Counts, RankTrace, host_track},
+    perfetto::{self, Counts, RankTrace, tracks},
     picture::Picture,
 };
 
@@ -397,10 +397,11 @@ fn write_rank(
     });
     written?;
     let (breakdown, busy) = busy.finish();
-    trace.finish(&busy);
+    tracks::write_counters(&mut trace, &busy);
+    trace.finish();
     let samples = samples_of(outputs.input, rank);
     if let Some(samples) = &samples {
-        host_track::write(&mut trace, samples);
+        tracks::write_samples(&mut trace, samples);
     }
     append(&outputs.trace, &trace.out)?;
     if let Some(json) = json {

@@ -2,7 +2,7 @@
 //! per host thread, flows between them. Field numbers are those of Perfetto's `trace_packet.proto`
 //! and `track_event.proto`. Each rank is one packet sequence with its own interned names.
 
-pub mod host_track;
+pub mod tracks;
 
 use hashbrown::HashMap;
 use xpu_timer_analysis::{
@@ -20,7 +20,7 @@ use crate::{
     collectives::{Route, is_message, mixed},
     input::Format,
     job::{Job, Rank},
-    operations::{BUSY, Class, MEMORY, Meaning, busy_percent, memory},
+    operations::{Class, Meaning},
 };
 
 /// Fields of `TracePacket`.
@@ -48,13 +48,6 @@ mod event {
     pub(super) const END: u64 = 2;
     pub(super) const INSTANT: u64 = 3;
     pub(super) const COUNTER: u64 = 4;
-}
-
-/// Fields of `CounterDescriptor`, and its unit of bytes.
-mod counter {
-    pub(super) const UNIT: u32 = 3;
-    pub(super) const UNIT_NAME: u32 = 6;
-    pub(super) const BYTES: u64 = 3;
 }
 
 /// Fields of `DebugAnnotation`.
@@ -657,36 +650,9 @@ impl<'a> RankTrace<'a> {
         Some((template.meaning.class, from, until))
     }
 
-    /// A counter of the process: from when on it has a value, and the value. `unit` encodes its
-    /// `CounterDescriptor`.
-    fn counter(&mut self, name: &str, unit: impl FnOnce(&mut Vec<u8>), values: impl Iterator<Item = (u64, u64)>) {
-        let mut values = values.peekable();
-        if values.peek().is_none() {
-            return;
-        }
-        let (parent, uuid) = (self.tracks[0].uuid, self.new_track());
-        packet(&mut self.out, self.sequence, NEEDS_STATE, |out| {
-            nested(out, packet::TRACK_DESCRIPTOR, |out| {
-                uint(out, 1, uuid);
-                bytes(out, 2, name.as_bytes());
-                uint(out, 5, parent);
-                nested(out, 8, unit);
-            });
-        });
-        for (ns, value) in values {
-            event(&mut self.out, self.sequence, ns, event::COUNTER, uuid, |out| uint(out, event::COUNTER_VALUE, value));
-            self.counts.counters += 1;
-        }
-    }
-
-    /// Ends the trace with the counters, the operations that are pending, and what the verdict says
-    /// of the rank. `busy` is when anything ran on its device, in times of the trace.
-    pub fn finish(&mut self, busy: &[(u64, u64)]) {
+    /// Ends the trace with the operations that are pending, and what the verdict says of the rank.
+    pub fn finish(&mut self) {
         let head = &self.rank.head;
-        let percent = |out: &mut Vec<u8>| bytes(out, counter::UNIT_NAME, b"%");
-        self.counter(BUSY, percent, busy_percent(head, self.map, busy).into_iter());
-        let memory = memory(head, self.map);
-        self.counter(MEMORY, |out| uint(out, counter::UNIT, counter::BYTES), memory);
         for operation in &self.rank.head.pending {
             let template = self.template(operation);
             let begin = if operation.started_ns == 0 { operation.entered_ns } else { operation.started_ns };

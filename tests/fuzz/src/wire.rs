@@ -37,7 +37,7 @@ use xpu_timer_timeline::{
     input::{Format, Open, RankFile},
     job::{Job, Settings},
     operations::Busy,
-    perfetto::{self, RankTrace},
+    perfetto::{self, RankTrace, tracks},
 };
 
 /// A packet between hook and node collector is a message or an error. A decoded message is equal
@@ -74,7 +74,8 @@ pub fn timeline(bytes: &[u8]) {
         });
     });
     assert_eq!(operations, rank.operations);
-    trace.finish(&busy.finish().1);
+    tracks::write_counters(&mut trace, &busy.finish().1);
+    trace.finish();
     let mut rest = &trace.out[..];
     while !rest.is_empty() {
         assert_eq!(decode_varint(&mut rest), Ok(0x0a), "a packet");

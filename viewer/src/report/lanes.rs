@@ -12,7 +12,7 @@ use xpu_timer_proto::v1::{Op, OpKind, Operation, StackSamples};
 use xpu_timer_proto::{printable, samples};
 use xpu_timer_timeline::clocks::Residual;
 use xpu_timer_timeline::job::{Job, Rank, parallel};
-use xpu_timer_timeline::perfetto::host_track;
+use xpu_timer_timeline::perfetto::tracks;
 
 /// Length of the window before the hang.
 const BEFORE_NS: u64 = 60_000_000_000;
@@ -201,14 +201,14 @@ fn python_bars(samples: &StackSamples, window: &Window, on_trace: impl Fn(u64) -
     let mut of_stacks: Vec<Option<u32>> = vec![None; samples.stacks.len()];
     let mut bars: Vec<Bar> = Vec::new();
     for slice in samples.threads.iter().filter(|thread| thread.main).flat_map(samples::slices) {
-        let (begin, end) = (on_trace(slice.first_ns), on_trace(host_track::end_of(&slice, samples.period_ns)));
+        let (begin, end) = (on_trace(slice.first_ns), on_trace(tracks::end_of(&slice, samples.period_ns)));
         if end < window.from || begin >= window.until {
             continue;
         }
         let name = *of_stacks[slice.stack as usize].get_or_insert_with(|| {
             let frames = samples.stacks[slice.stack as usize].frames.iter();
             let frames: Vec<PySpyFrame> = frames.map(|frame| samples.frames[*frame as usize].clone()).collect();
-            let text = own_frame(&frames).map_or_else(|| "no Python code".into(), host_track::name_of);
+            let text = own_frame(&frames).map_or_else(|| "no Python code".into(), tracks::name_of);
             let text = printable::line(&text).chars().take(MOST_LETTERS).collect();
             names.number(Name { text, kind: Kind::Python, partial: false })
         });

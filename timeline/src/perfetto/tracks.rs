@@ -1,5 +1,6 @@
-//! The sampled stacks of a rank as nested slices, on a track for each thread. A function that is on
-//! the stack in consecutive samples is one slice.
+//! The tracks of a rank that do not show operations. Its counters have one each. Its sampled stacks
+//! are nested slices on a track for each thread: a function that is on the stack in consecutive
+//! samples is one slice.
 
 use xpu_timer_proto::{
     samples::{self, Slice},
@@ -8,26 +9,54 @@ use xpu_timer_proto::{
 };
 
 use super::{NEEDS_STATE, RankTrace, bytes, event, intern, interned_data, nested, packet, text, uint};
+use crate::operations::{BUSY, MEMORY, busy_percent, memory};
 
 /// Deeper frames are not drawn.
 const MOST_FRAMES: usize = 256;
 
-/// Writes the tracks of all threads.
-pub fn write(trace: &mut RankTrace<'_>, samples: &StackSamples) {
+/// Fields of `CounterDescriptor`, and its unit of bytes.
+mod counter {
+    pub(super) const UNIT: u32 = 3;
+    pub(super) const UNIT_NAME: u32 = 6;
+    pub(super) const BYTES: u64 = 3;
+}
+
+/// Writes the counters. `busy` is when anything ran on the device, in times of the trace.
+pub fn write_counters(trace: &mut RankTrace<'_>, busy: &[(u64, u64)]) {
+    let (head, map) = (&trace.rank.head, trace.map);
+    let percent = |out: &mut Vec<u8>| bytes(out, counter::UNIT_NAME, b"%");
+    write_counter(trace, BUSY, percent, busy_percent(head, map, busy).into_iter());
+    write_counter(trace, MEMORY, |out| uint(out, counter::UNIT, counter::BYTES), memory(head, map));
+}
+
+/// A counter of the process: from when on it has a value, and the value. `unit` encodes its
+/// `CounterDescriptor`.
+fn write_counter(
+    trace: &mut RankTrace<'_>,
+    name: &str,
+    unit: impl FnOnce(&mut Vec<u8>),
+    values: impl Iterator<Item = (u64, u64)>,
+) {
+    let mut values = values.peekable();
+    if values.peek().is_none() {
+        return;
+    }
+    let uuid = new_track(trace, name, |out| nested(out, 8, unit));
+    for (ns, value) in values {
+        event(&mut trace.out, trace.sequence, ns, event::COUNTER, uuid, |out| uint(out, event::COUNTER_VALUE, value));
+        trace.counts.counters += 1;
+    }
+}
+
+/// Writes the tracks of the sampled stacks of all threads.
+pub fn write_samples(trace: &mut RankTrace<'_>, samples: &StackSamples) {
     for thread in &samples.threads {
         write_thread(trace, samples, thread);
     }
 }
 
 fn write_thread(trace: &mut RankTrace<'_>, samples: &StackSamples, thread: &SampledThread) {
-    let (parent, uuid) = (trace.tracks[0].uuid, trace.new_track());
-    packet(&mut trace.out, trace.sequence, NEEDS_STATE, |out| {
-        nested(out, packet::TRACK_DESCRIPTOR, |out| {
-            uint(out, 1, uuid);
-            bytes(out, 2, text(&track_name(thread)).as_bytes());
-            uint(out, 5, parent);
-        });
-    });
+    let uuid = new_track(trace, &track_name(thread), |_| {});
     each_call(samples, thread, |call| match call {
         Call::Begins(frame, ns) => {
             let (out, names) = (&mut trace.out, &mut trace.names);
@@ -38,6 +67,20 @@ fn write_thread(trace: &mut RankTrace<'_>, samples: &StackSamples, thread: &Samp
         }
         Call::Ends(ns) => event(&mut trace.out, trace.sequence, trace.map.apply(ns), event::END, uuid, |_| {}),
     });
+}
+
+/// Adds a track to the process of the rank. Returns its id. `describe` adds to its description.
+fn new_track(trace: &mut RankTrace<'_>, name: &str, describe: impl FnOnce(&mut Vec<u8>)) -> u64 {
+    let (parent, uuid) = (trace.tracks[0].uuid, trace.new_track());
+    packet(&mut trace.out, trace.sequence, NEEDS_STATE, |out| {
+        nested(out, packet::TRACK_DESCRIPTOR, |out| {
+            uint(out, 1, uuid);
+            bytes(out, 2, text(name).as_bytes());
+            uint(out, 5, parent);
+            describe(out);
+        });
+    });
+    uuid
 }
 
 /// The name of the track of a thread.
