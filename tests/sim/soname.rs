@@ -1,14 +1,11 @@
 //! The build script of the simulated libraries: gives each its real soname.
 
 /// The packages and their sonames.
-const SONAMES: [(&str, &str); 8] = [
+const SONAMES: [(&str, &str); 5] = [
     ("sim_cuda", "libcuda.so.1"),
     ("sim_cudart", "libcudart.so.13"),
-    ("sim_cudart12", "libcudart.so.12"),
     ("sim_cublas", "libcublas.so.13"),
-    ("sim_cublas12", "libcublas.so.12"),
     ("sim_cublaslt", "libcublasLt.so.13"),
-    ("sim_cublaslt12", "libcublasLt.so.12"),
     ("sim_nccl", "libnccl.so.2"),
 ];
 

@@ -8,7 +8,7 @@
 use std::{
     env,
     fs::{self, File},
-    io::Write,
+    io::{self, Write},
     os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::Command,
@@ -17,13 +17,14 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use base64::{Engine, engine::general_purpose::URL_SAFE_NO_PAD};
+use memchr::memmem;
 use sha2::{Digest, Sha256};
 use zip::{CompressionMethod, DateTime, ZipWriter, write::SimpleFileOptions};
 
 use crate::tools::tree;
 
 /// The packages whose programs and libraries the tests run.
-pub const PACKAGES: [&str; 14] = [
+pub const PACKAGES: [&str; 11] = [
     "xpu_timer_hook",
     "xpu_timer_launch",
     "xpu_timer_capture",
@@ -32,11 +33,8 @@ pub const PACKAGES: [&str; 14] = [
     "xpu_timer_viewer",
     "sim_cuda",
     "sim_cudart",
-    "sim_cudart12",
     "sim_cublas",
-    "sim_cublas12",
     "sim_cublaslt",
-    "sim_cublaslt12",
     "sim_nccl",
 ];
 
@@ -54,14 +52,11 @@ pub const INSTALLED: [&str; 9] = [
 ];
 
 /// Simulated libraries: their name in cargo, and their real soname.
-const SIM: [(&str, &str); 8] = [
+const SIM: [(&str, &str); 5] = [
     ("libsim_cuda.so", "libcuda.so.1"),
     ("libsim_cudart.so", "libcudart.so.13"),
-    ("libsim_cudart12.so", "libcudart.so.12"),
     ("libsim_cublas.so", "libcublas.so.13"),
-    ("libsim_cublas12.so", "libcublas.so.12"),
     ("libsim_cublaslt.so", "libcublasLt.so.13"),
-    ("libsim_cublaslt12.so", "libcublasLt.so.12"),
     ("libsim_nccl.so", "libnccl.so.2"),
 ];
 
@@ -114,7 +109,8 @@ impl Artifacts {
         if self.dir.ends_with("release") {
             cargo.arg("--release");
         }
-        for package in PACKAGES {
+        // This crate too: with it, all dependencies have the features with which xtask was built.
+        for package in PACKAGES.into_iter().chain([env!("CARGO_PKG_NAME")]) {
             cargo.args(["-p", package]);
         }
         let status = cargo.status().context("cargo cannot be run")?;
@@ -132,12 +128,38 @@ impl Artifacts {
             let link = self.sim().join(soname);
             let target = Path::new("..").join(built);
             if fs::read_link(&link).ok().as_deref() != Some(&target) {
-                let temporary = self.sim().join(format!("{soname}.{}", std::process::id()));
-                symlink(&target, &temporary)?;
-                fs::rename(&temporary, &link).with_context(|| format!("{}", link.display()))?;
+                self.place(soname, |temporary| symlink(&target, temporary))?;
+            }
+            if let Some(library) = soname.strip_suffix(".13") {
+                self.copy_for_cuda_12(built, soname, &format!("{library}.12"))?;
             }
         }
         Ok(())
+    }
+
+    /// Writes the library of CUDA 12: the same file with the name of CUDA 12 in place of its own,
+    /// so that it has this soname and answers with this version.
+    fn copy_for_cuda_12(&self, built: &str, soname: &str, older: &str) -> Result<()> {
+        let built = self.dir.join(built);
+        let modified = |path: &Path| fs::metadata(path).and_then(|metadata| metadata.modified());
+        let source = modified(&built).with_context(|| built.display().to_string())?;
+        if modified(&self.sim().join(older)).is_ok_and(|copied| copied >= source) {
+            return Ok(());
+        }
+        let mut bytes = fs::read(&built).with_context(|| built.display().to_string())?;
+        let places: Vec<usize> = memmem::find_iter(&bytes, soname).collect();
+        ensure!(!places.is_empty(), "{} does not contain its name {soname}", built.display());
+        for place in places {
+            bytes[place..place + older.len()].copy_from_slice(older.as_bytes());
+        }
+        self.place(older, |temporary| fs::write(temporary, bytes))
+    }
+
+    /// Makes a file of [`Artifacts::sim`] at once: other tests may be reading the previous one.
+    fn place(&self, name: &str, make: impl FnOnce(&Path) -> io::Result<()>) -> Result<()> {
+        let path = self.sim().join(name);
+        let temporary = self.sim().join(format!("{name}.{}", std::process::id()));
+        make(&temporary).and_then(|()| fs::rename(&temporary, &path)).with_context(|| format!("{}", path.display()))
     }
 
     /// Path of a program, for example `xpu_timer_launch`.

@@ -40,10 +40,9 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     shell::run(cargo(&all_features).env("DOCS_RS", "1"))?;
     // With all features the hook has Frida's engine; without, the one that is shipped.
     shell::run(&mut cargo(&["clippy", "-p", "xpu_timer_hook", "--all-targets", "--", "-D", "warnings"]))?;
-    shell::run(
-        cargo(&["doc", "--workspace", "--no-deps", "--document-private-items", "--quiet"])
-            .env("RUSTDOCFLAGS", "-D warnings"),
-    )?;
+    // With the features of the first command, which has checked the dependencies with them.
+    let documentation = ["doc", "--workspace", "--all-features", "--no-deps", "--document-private-items", "--quiet"];
+    shell::run(cargo(&documentation).env("DOCS_RS", "1").env("RUSTDOCFLAGS", "-D warnings"))?;
     licences()
 }
 

@@ -16,7 +16,10 @@ use std::sync::{
     atomic::{AtomicI32, AtomicUsize, Ordering},
 };
 
-use sim_abi::ffi::{Handles, Out, Text};
+use sim_abi::{
+    ffi::{Handles, Out, Text},
+    is_cuda_12,
+};
 
 use crate::product::{Matrix, Product, Status, Type, blas_api};
 
@@ -239,12 +242,9 @@ blas_api! {
     }
 
     fn cublasGetVersion_v2(_handle: usize, version: Out<i32>) {
-        Ok(version.set(VERSION)?)
+        Ok(version.set(if is_cuda_12("libcublas.so.13") { 120_900 } else { 130_200 })?)
     }
 }
-
-/// Both libraries are built from one source; the lengths of their names distinguish them.
-const VERSION: i32 = if env!("CARGO_PKG_NAME").len() == "sim_cublas12".len() { 120_900 } else { 130_200 };
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cublasGetStatusString(status: i32) -> Text {

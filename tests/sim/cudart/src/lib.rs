@@ -45,12 +45,16 @@ mod api {
     }
     pub(crate) use runtime_api;
 
-    use sim_abi::cuda::{CUDA_VERSION, CuError};
+    use sim_abi::{
+        cuda::{CUDA_VERSION, CuError},
+        is_cuda_12,
+    };
 
     use crate::{driver::Driver, state};
 
-    /// Both libraries are built from one source; the lengths of their names distinguish them.
-    const VERSION: i32 = if env!("CARGO_PKG_NAME").len() == "sim_cudart12".len() { 12090 } else { CUDA_VERSION };
+    fn version() -> i32 {
+        if is_cuda_12("libcudart.so.13") { 12090 } else { CUDA_VERSION }
+    }
 
     fn with_context(driver: &'static Driver) -> Result<&'static Driver, CuError> {
         state::with_context(driver)

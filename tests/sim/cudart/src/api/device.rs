@@ -16,7 +16,7 @@ runtime_api! { without_context:
     }
 
     fn cudaGetDriverEntryPoint(d; name: Text, function: Out<usize>, flags: u64, status: Out<i32>) {
-        driver_function(d, name, function, super::VERSION, flags, status)
+        driver_function(d, name, function, super::version(), flags, status)
     }
 
     ptsz cudaGetDriverEntryPointByVersion_ptsz fn cudaGetDriverEntryPointByVersion(
@@ -172,7 +172,7 @@ fn fill_properties(d: &Driver, at: usize, device: Device) -> Result<(), CuError>
         check((d.device_attribute)(Out::to(&mut value), number, device)).map(|()| value)
     };
     for (offset, offset_in_12, number, bytes) in MEMBERS {
-        let (at, value) = (at + if super::VERSION < 13000 { offset_in_12 } else { offset }, attribute(number)?);
+        let (at, value) = (at + if super::version() < 13000 { offset_in_12 } else { offset }, attribute(number)?);
         match bytes {
             8 => write(at, 0, value as usize),
             _ => write::<c_int>(at, 0, value),
@@ -203,7 +203,7 @@ pub extern "C" fn cudaGetErrorString(error: i32) -> Text {
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cudaRuntimeGetVersion(version: Out<i32>) -> i32 {
-    state::call("cudaRuntimeGetVersion", || Ok(version.set(super::VERSION)?))
+    state::call("cudaRuntimeGetVersion", || Ok(version.set(super::version())?))
 }
 
 runtime_api! { with_context:

@@ -132,7 +132,7 @@ runtime_api! { with_context:
         edges: Out<usize>,
         count: Out<usize>
     ) {
-        let new = super::VERSION >= 13000;
+        let new = super::version() >= 13000;
         let graph = if new { graph } else { Out::null() };
         let [dependencies, edges, count] = if new { [dependencies, edges, count] } else { [Out::null(); 3] };
         check((d.capture_info)(stream, status, id, graph, dependencies, edges, count))

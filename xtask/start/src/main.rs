@@ -1,0 +1,37 @@
+//! `cargo xtask` starts here: builds xtask, and becomes it.
+//!
+//! Cargo chooses the features of a dependency by the packages of a command. `cargo run` accepts one
+//! package only, so it would compile twenty dependencies with the features that xtask needs, and
+//! the build of the programs would compile them again.
+#![forbid(unsafe_code)]
+
+use std::{
+    env,
+    io::Error,
+    os::unix::process::CommandExt,
+    path::Path,
+    process::{Command, ExitCode},
+};
+
+fn main() -> ExitCode {
+    let error = start();
+    eprintln!("cargo xtask: {error}");
+    ExitCode::FAILURE
+}
+
+/// Returns only if xtask cannot be built or run.
+fn start() -> Error {
+    let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let mut build = Command::new(cargo);
+    build.args(["build", "--quiet", "--workspace", "--bin=xtask"]).current_dir(root);
+    match build.status() {
+        Ok(status) if status.success() => {}
+        Ok(status) => return Error::other(format!("the build of xtask: {status}")),
+        Err(error) => return error,
+    }
+    match env::current_exe() {
+        Ok(this) => Command::new(this.with_file_name("xtask")).args(env::args_os().skip(1)).exec(),
+        Err(error) => error,
+    }
+}
