@@ -6,6 +6,7 @@
 
 use std::fmt;
 
+#[cfg(test)]
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use xpu_timer_proto::ring::lane::LONG_NS;
@@ -14,7 +15,8 @@ use xpu_timer_proto::ring::lane::LONG_NS;
 pub const FORMAT: u32 = 1;
 
 /// Why the job stopped. Every cause here is the result of a rule of the judge.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum Cause {
@@ -105,7 +107,8 @@ impl fmt::Display for Cause {
 }
 
 /// How far the verdict can be trusted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Confidence {
     /// A guess from little evidence.
@@ -129,7 +132,8 @@ impl Confidence {
 }
 
 /// What can end the trouble of a verdict. Verdicts of one kind are right about equally often.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum VerdictKind {
     /// No other process can end what the culprits are in: they cannot run, their own records or
@@ -170,7 +174,8 @@ impl VerdictKind {
 }
 
 /// What shows that the job hangs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum HangEvidence {
     /// Nothing: the job makes progress, is idle, or the evidence does not show a hang.
@@ -184,7 +189,8 @@ pub enum HangEvidence {
 }
 
 /// A fact that supports the verdict.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 pub struct EvidenceLine {
     /// The fact, as a sentence.
     pub text: String,
@@ -194,7 +200,8 @@ pub struct EvidenceLine {
 
 /// A published defect of a library with the signature of this hang. It changes neither the cause
 /// nor the culprits.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 pub struct KnownDefect {
     /// Its name in the table of docs/verdict.md.
     pub name: String,
@@ -211,7 +218,8 @@ pub struct KnownDefect {
 }
 
 /// A cause that the evidence excludes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 pub struct RuledOut {
     /// The cause.
     pub cause: Cause,
@@ -220,7 +228,8 @@ pub struct RuledOut {
 }
 
 /// The operation that the incident was opened for, or that a rank waits in.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 pub struct OperationState {
     /// The operation, such as `all_reduce`, or the name of the kernel or C function.
     pub op: String,
@@ -239,7 +248,8 @@ pub struct OperationState {
 }
 
 /// Ranks of a communicator that are in the same state.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 pub struct CommunicatorGroup {
     /// Ranks in the job, ascending.
     pub ranks: Vec<u32>,
@@ -254,7 +264,8 @@ pub struct CommunicatorGroup {
 }
 
 /// A communicator with a pending operation.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 pub struct CommunicatorReport {
     /// Identity, equal on all ranks: `0x` and hexadecimal digits. For a collective without a host
     /// call, the name of its kernel.
@@ -270,7 +281,8 @@ pub struct CommunicatorReport {
 }
 
 /// The place of the main thread in the code.
-#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Default, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 pub struct Location {
     /// The innermost Python frame of the user's own code on the main thread: `path:line`.
     pub python: Option<String>,
@@ -286,7 +298,8 @@ pub struct Location {
 }
 
 /// What the main thread of a rank does, by the functions on its stack.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Activity {
     /// There is no stack, or no function on it is known.
@@ -318,7 +331,8 @@ pub enum Activity {
 
 /// The process of a culprit: of a rank, a process of a rank for which that rank waits (a loader
 /// worker, a child process), or one that belongs to no rank.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 pub struct CulpritProcess {
     /// The rank that it belongs to. Absent if it belongs to none.
     pub rank: Option<u32>,
@@ -331,7 +345,8 @@ pub struct CulpritProcess {
 }
 
 /// Ranks of the job that are in the same state.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 pub struct RankGroup {
     /// Ranks in the job, ascending.
     pub ranks: Vec<u32>,
@@ -351,7 +366,8 @@ pub struct RankGroup {
 }
 
 /// What opened the incident.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 pub struct TriggerReport {
     /// `operation`, `idle`, `heartbeat`, `death`, `manual` or `unspecified`.
     pub kind: String,
@@ -362,7 +378,8 @@ pub struct TriggerReport {
 }
 
 /// The state of the incident.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
     /// The hang continues.
@@ -377,7 +394,8 @@ pub enum Status {
 }
 
 /// What the hooks of all ranks measured about themselves.
-#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 pub struct HookReport {
     /// Number of ranks whose hook reported its measurements.
     pub ranks: u32,
@@ -426,7 +444,8 @@ impl HookReport {
 }
 
 /// What only the collector knows. All times are RFC 3339 in UTC.
-#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 #[serde(default)]
 pub struct Timing {
     /// The state of the incident.
@@ -455,7 +474,8 @@ pub struct Timing {
 }
 
 /// Which ranks stopped the job, where, and why.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(test, derive(JsonSchema))]
 pub struct Verdict {
     /// Version of this format.
     pub format: u32,

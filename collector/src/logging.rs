@@ -23,7 +23,11 @@ use nix::{
     sys::signal::{SigSet, SigmaskHow},
     unistd::{dup2_stderr, dup2_stdout, getuid},
 };
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::{
+    filter::{LevelFilter, Targets},
+    layer::SubscriberExt,
+    util::SubscriberInitExt,
+};
 use xpu_timer_proto::{env::Source, file, printable};
 
 /// Number of lines that may wait for the disk.
@@ -46,14 +50,14 @@ pub(crate) enum Destination<'a> {
 #[must_use]
 pub(crate) fn start(source: &Source, destination: Destination<'_>) -> Guard {
     let wanted = source.text("XPU_TIMER_LOG").unwrap_or_default();
-    let (filter, wrong) = match EnvFilter::try_new(&wanted) {
+    let (filter, wrong) = match wanted.parse::<Targets>() {
         Ok(filter) => (filter, None),
-        Err(error) => (EnvFilter::new("info"), Some(error)),
+        Err(error) => (Targets::new().with_default(LevelFilter::INFO), Some(error)),
     };
     // The HTTP client logs complete URLs at lower levels, and the URL of a webhook is a credential.
-    let filter = filter.add_directive("ureq=error".parse().expect("a directive of a target and a level"));
+    let filter = filter.with_target("ureq", LevelFilter::ERROR);
     let subscriber = tracing_subscriber::fmt()
-        .with_env_filter(filter)
+        .with_max_level(LevelFilter::TRACE)
         .with_ansi(false)
         // By default, eprintln! reports a line that cannot be written. On a full disk it panics.
         .log_internal_errors(false);
@@ -72,9 +76,9 @@ pub(crate) fn start(source: &Source, destination: Destination<'_>) -> Guard {
     match target {
         Some(target) => {
             let queue = queue(target);
-            subscriber.with_writer(move || printable::Lines(queue.clone())).init();
+            subscriber.with_writer(move || printable::Lines(queue.clone())).finish().with(filter).init();
         }
-        None => subscriber.with_writer(|| printable::Lines(io::stderr())).init(),
+        None => subscriber.with_writer(|| printable::Lines(io::stderr())).finish().with(filter).init(),
     }
     // The message of a panic may contain anything; as a line of the log it passes the filter.
     std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));

@@ -12,6 +12,7 @@ mod selection;
 mod text;
 
 use std::{
+    env,
     fs::File,
     io::{self, IsTerminal, Write},
     iter,
@@ -31,6 +32,11 @@ use nix::{
         wait::{WaitStatus, waitpid},
     },
     unistd::{ForkResult, fork, getpid, getppid, setsid},
+};
+use tracing_subscriber::{
+    filter::{LevelFilter, Targets},
+    layer::SubscriberExt,
+    util::SubscriberInitExt,
 };
 use xpu_timer_proto::{
     Message,
@@ -101,10 +107,10 @@ enum Command {
 /// # Errors
 /// No process was found, or the result cannot be written.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
-    let logs = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "off".into());
+    let logs: Targets = env::var("RUST_LOG").ok().and_then(|wanted| wanted.parse().ok()).unwrap_or_default();
+    let all = tracing_subscriber::fmt().with_max_level(LevelFilter::TRACE).with_ansi(false);
     // This fails if a test has installed a subscriber already.
-    let _ =
-        tracing_subscriber::fmt().with_env_filter(logs).with_ansi(false).with_writer(|| Lines(io::stderr())).try_init();
+    let _ = all.with_writer(|| Lines(io::stderr())).finish().with(logs).try_init();
     if let Some(Command::Record(arguments)) = &arguments.command {
         return record::run(arguments);
     }

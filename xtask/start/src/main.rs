@@ -3,10 +3,14 @@
 //! Cargo chooses the features of a dependency by the packages of a command. `cargo run` accepts one
 //! package only, so it would compile twenty dependencies with the features that xtask needs, and
 //! the build of the programs would compile them again.
+//!
+//! All of it is compiled without incremental state, unless `CARGO_INCREMENTAL` is set: a first
+//! build is a tenth faster, and needs gigabytes less.
 #![forbid(unsafe_code)]
 
 use std::{
     env,
+    ffi::OsStr,
     io::Error,
     os::unix::process::CommandExt,
     path::Path,
@@ -23,7 +27,7 @@ fn main() -> ExitCode {
 fn start() -> Error {
     let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
-    let mut build = Command::new(cargo);
+    let mut build = command(&cargo);
     build.args(["build", "--quiet", "--workspace", "--bin=xtask"]).current_dir(root);
     match build.status() {
         Ok(status) if status.success() => {}
@@ -31,7 +35,15 @@ fn start() -> Error {
         Err(error) => return error,
     }
     match env::current_exe() {
-        Ok(this) => Command::new(this.with_file_name("xtask")).args(env::args_os().skip(1)).exec(),
+        Ok(this) => command(this.with_file_name("xtask").as_os_str()).args(env::args_os().skip(1)).exec(),
         Err(error) => error,
     }
+}
+
+fn command(program: &OsStr) -> Command {
+    let mut command = Command::new(program);
+    if env::var_os("CARGO_INCREMENTAL").is_none() {
+        command.env("CARGO_INCREMENTAL", "0");
+    }
+    command
 }
