@@ -79,7 +79,8 @@ fn build() -> Result<PathBuf> {
 /// processors first.
 pub(crate) fn build_short() -> Result<PathBuf> {
     need(&["g++"])?;
-    // Cargo chooses the features of a dependency by the packages, and what it builds by the program.
+    // Cargo chooses the features of a dependency by the packages, and what it builds by the
+    // program.
     let arguments = ["build", "--quiet", "--workspace", "--bin=xpu_timer_fuzz", "--features=xpu_timer_fuzz/fuzzer"];
     shell::run(shell::cargo_at_low_priority(&arguments).env("RUSTC_WORKSPACE_WRAPPER", compiler_with_counters()?))?;
     Ok(target().join("debug/xpu_timer_fuzz"))
@@ -89,14 +90,16 @@ pub(crate) fn build_short() -> Result<PathBuf> {
 /// in a third of the time.
 const QUICK: [&str; 4] = ["analysis", "capture", "timeline", "viewer"];
 
-/// Writes a compiler that adds [`COUNTERS`], except to build scripts: they do not contain libFuzzer.
+/// Writes a compiler that adds [`COUNTERS`], except to build scripts, which do not contain
+/// libFuzzer.
 fn compiler_with_counters() -> Result<PathBuf> {
     let quick = QUICK.map(|name| format!("*\" xpu_timer_{name} \"*")).join("|");
     let text = format!(
         "#!/bin/sh\ncase \" $* \" in\n*\" build_script_build \"*) exec \"$@\" ;;\n{quick}) set -- \"$@\" -Copt-level=0 ;;\n\
          esac\nexec \"$@\" {COUNTERS}\n"
     );
-    // Cargo builds again what another compiler has built, and looks only at the path of the compiler.
+    // Cargo builds again what another compiler has built. It looks only at the path of the
+    // compiler.
     let mut hasher = DefaultHasher::new();
     text.hash(&mut hasher);
     let path = target().join(format!("fuzz/rustc-{:016x}", hasher.finish()));

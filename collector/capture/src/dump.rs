@@ -172,7 +172,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         })
         .and_then(|()| Ok(out.write_all(b"]\n")?))
     } else {
-        let colour = terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        let colour = terminal && env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
         let mut first = true;
         capture(&mut |process| {
             if !std::mem::take(&mut first) {
