@@ -86,17 +86,11 @@ pub(crate) fn build_short() -> Result<PathBuf> {
     Ok(target().join("debug/xpu_timer_fuzz"))
 }
 
-/// Crates that spend little time on the inputs of the short form. Without optimization they compile
-/// in a third of the time.
-const QUICK: [&str; 4] = ["analysis", "capture", "timeline", "viewer"];
-
 /// Writes a compiler that adds [`COUNTERS`], except to build scripts, which do not contain
 /// libFuzzer.
 fn compiler_with_counters() -> Result<PathBuf> {
-    let quick = QUICK.map(|name| format!("*\" xpu_timer_{name} \"*")).join("|");
     let text = format!(
-        "#!/bin/sh\ncase \" $* \" in\n*\" build_script_build \"*) exec \"$@\" ;;\n{quick}) set -- \"$@\" -Copt-level=0 ;;\n\
-         esac\nexec \"$@\" {COUNTERS}\n"
+        "#!/bin/sh\ncase \" $* \" in *\" build_script_build \"*) exec \"$@\" ;; esac\nexec \"$@\" {COUNTERS}\n"
     );
     // Cargo builds again what another compiler has built. It looks only at the path of the
     // compiler.

@@ -94,6 +94,9 @@ impl NodeState {
                 self.member.welcomed = true;
                 self.member.problem.clear();
                 self.member.lost_ns = None;
+                // Ranks may have registered since the hello. The cluster collector ignores data of
+                // ranks that it does not know, and the requests are answered at once.
+                self.report_ranks(now);
                 for request in welcome.open {
                     self.dump_requested(request, now);
                 }

@@ -227,7 +227,8 @@ fn a_cluster_disk_that_fills_during_an_incident_still_has_the_verdict() {
     nodes[0].hooks[0].hang(3);
     cluster.wait_state("dumped");
     let sentence = cluster.status()["incidents"][0]["sentence"].as_str().expect("a sentence").to_string();
-    assert!(!sentence.is_empty() && cluster.log().contains(&sentence), "{}", cluster.log());
+    assert!(!sentence.is_empty(), "{}", cluster.log());
+    wait_until(PATIENCE, "it is logged", || cluster.log().contains(&sentence));
     wait_until(PATIENCE, "it is listed", || list(&cluster).len() == 1);
     let id = list(&cluster)[0]["incident"].as_str().expect("an id").to_string();
     let (code, body) = http("GET", cluster.port, &format!("/incidents/{id}")).expect("an answer");
