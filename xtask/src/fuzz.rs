@@ -74,9 +74,9 @@ fn build() -> Result<PathBuf> {
 }
 
 /// Builds the fuzzer for [`run_short`], and returns its path. Only the crates of this workspace
-/// have counters, and the others are those of the tests: the few inputs of the short form save less
-/// time than compiling all of them, or optimizing, would take. The tests run meanwhile, and get the
-/// processors first.
+/// have counters; the dependencies are those of the tests. For the few inputs of the short form, it
+/// would take longer to compile the dependencies with counters, or to optimize. The tests run
+/// meanwhile, and get the processors first.
 pub(crate) fn build_short() -> Result<PathBuf> {
     need(&["g++"])?;
     // Cargo chooses the features of a dependency by the packages, and what it builds by the

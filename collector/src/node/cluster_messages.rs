@@ -89,14 +89,14 @@ impl NodeState {
     }
 
     pub(super) fn handle_cluster_message(&mut self, message: cluster_message::Message, now: Now) {
+        // Ranks may have registered since the last report. The cluster collector ignores data of
+        // ranks that it does not know, and a request may be answered at once.
+        self.report_ranks(now);
         match message {
             cluster_message::Message::Welcome(welcome) => {
                 self.member.welcomed = true;
                 self.member.problem.clear();
                 self.member.lost_ns = None;
-                // Ranks may have registered since the hello. The cluster collector ignores data of
-                // ranks that it does not know, and the requests are answered at once.
-                self.report_ranks(now);
                 for request in welcome.open {
                     self.dump_requested(request, now);
                 }

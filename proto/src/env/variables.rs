@@ -83,7 +83,7 @@ variables! {
     XPU_TIMER_LAUNCH_ID = "", "identity of the launched command that a process belongs to" set by xpu_timer_launch;
     XPU_TIMER_HOOK_PATH = "", "path of libxpu_timer_hook.so; default: beside the launcher, or in ../lib";
     XPU_TIMER_LINGER = "600", "seconds without a connected rank and without a running launched command before the collector ends";
-    XPU_TIMER_LOG = "info", "how much the collector logs: error, warn, info, debug, trace, or also MODULE=LEVEL, separated by commas";
+    XPU_TIMER_LOG = "info", "how much the collector logs: error, warn, info, debug or trace, also for single modules: info,MODULE=debug";
 }
 
 /// Variables of the original tool that are accepted but have no effect; `meaning` gives the reason.

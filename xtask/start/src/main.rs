@@ -1,11 +1,11 @@
 //! `cargo xtask` starts here: builds xtask, and becomes it.
 //!
 //! Cargo chooses the features of a dependency by the packages of a command. `cargo run` accepts one
-//! package only, so it would compile twenty dependencies with the features that xtask needs, and
-//! the build of the programs would compile them again.
+//! package only, so it would compile dependencies with the features that xtask needs, and the
+//! build of the programs would compile them again.
 //!
 //! All of it is compiled without incremental state, unless `CARGO_INCREMENTAL` is set: a first
-//! build is a tenth faster, and needs gigabytes less.
+//! build is faster, and needs gigabytes less.
 #![forbid(unsafe_code)]
 
 use std::{
