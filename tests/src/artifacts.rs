@@ -21,22 +21,7 @@ use memchr::memmem;
 use sha2::{Digest, Sha256};
 use zip::{CompressionMethod, DateTime, ZipWriter, write::SimpleFileOptions};
 
-use crate::tools::tree;
-
-/// The packages whose programs and libraries the tests run.
-pub const PACKAGES: [&str; 11] = [
-    "xpu_timer_hook",
-    "xpu_timer_launch",
-    "xpu_timer_capture",
-    "xpu_timer_collector",
-    "xpu_timer_timeline",
-    "xpu_timer_viewer",
-    "sim_cuda",
-    "sim_cudart",
-    "sim_cublas",
-    "sim_cublaslt",
-    "sim_nccl",
-];
+use crate::{packages::PACKAGES, tools::tree};
 
 /// The installed files of a node, by name.
 pub const INSTALLED: [&str; 9] = [

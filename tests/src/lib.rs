@@ -8,13 +8,14 @@ mod fake_collector;
 mod forky;
 mod job;
 mod needs;
+mod packages;
 mod process;
 mod pypi;
 mod timelines;
 mod tools;
 
 pub use archive::{fuzz_corpus, keep_fuzz_corpus, rank6_dumps, read_archive, write_archive, write_files};
-pub use artifacts::{Artifacts, INSTALLED, PACKAGES, artifacts, copy_stripped, old_enough, write_wheel};
+pub use artifacts::{Artifacts, INSTALLED, artifacts, copy_stripped, old_enough, write_wheel};
 pub use fake_collector::{FakeCollector, RECONNECT, ReadMode};
 pub use forky::{
     apt_get, forky, forky_headers, forky_packages, forky_python, forky_with_torch, free_threaded_python, only_child,
@@ -22,6 +23,7 @@ pub use forky::{
 };
 pub use job::{Incident, Job, LAUNCHED_BY, end_jobs_on_signal};
 pub use needs::{DEBIAN_PYTHON, NEEDS, Need, lacks, missing};
+pub use packages::PACKAGES;
 pub use process::{Output, Process, copy_program};
 pub use pypi::{GEVENT, PypiFramework, PypiMpi, PypiTorch, TRIO, python_with};
 pub use timelines::{Hang, Timelines};

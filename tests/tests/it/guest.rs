@@ -2,11 +2,12 @@
 //! the hook, print nothing more, and the hook records what it can. It allocates nothing on the hot
 //! path, and tells in every dump what it costs.
 
-use std::process::Command;
+use std::{fs, process::Command};
 
 use xpu_timer_proto::{server::Stacktrace, v1::FlightRecord};
 use xpu_timer_tests::{
     FakeCollector, Job, Output, PATIENCE, Process, ReadMode, artifacts, compile_c, http, idle_library, lacks, skip,
+    wait_until,
 };
 
 /// A driver and a collective library that do nothing, in the job's folder.
@@ -240,7 +241,15 @@ fn more_communicators_than_the_table_holds_are_counted_and_cost_nobody_else() {
 
 #[test]
 fn a_program_that_closes_every_descriptor_gets_its_own_numbers() {
-    let record = guest(&["closing"], &[]).expect("a record");
+    let job = Job::new();
+    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), ReadMode::Reads);
+    let delivered = job.dir.join("delivered");
+    let program = idle_device(&job, "guest", GUEST, |command| {
+        command.arg("closing").arg(&delivered);
+    });
+    wait_until(PATIENCE, "the ring is delivered", || !collector.hellos().is_empty());
+    fs::write(&delivered, "").unwrap();
+    let record = ends_well(&collector, program, "closing").expect("a record");
     assert!(record.kernels_launched >= 40, "{}", record.kernels_launched);
 }
 

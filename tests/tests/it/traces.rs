@@ -157,8 +157,12 @@ fn hta_divides_the_time_as_the_breakdown_does() {
 /// microseconds, or by one in 10,000.
 pub fn check_breakdown(found: &Value, folder: &Path, slack_us: f64) {
     let ours = json(folder.join("breakdown_job.json"));
-    let kinds = r#"["COMMUNICATION","COMPUTATION","COMPUTATION overlapping COMMUNICATION"]"#;
-    assert_eq!(found["kinds"].to_string(), kinds);
+    let kinds: Vec<&str> = found["kinds"].as_array().unwrap().iter().filter_map(Value::as_str).collect();
+    assert_eq!(kinds[..2], ["COMMUNICATION", "COMPUTATION"]);
+    // Overlap of real training depends on the moment, and HTA may round a short one to nothing.
+    if ours.as_array().unwrap().iter().any(|row| row["overlap_percent"].as_f64() > Some(0.01)) {
+        assert_eq!(kinds[2..], ["COMPUTATION overlapping COMMUNICATION"]);
+    }
     for (rank, (time, overlap)) in
         found["time"].as_array().unwrap().iter().zip(found["overlap"].as_array().unwrap()).enumerate()
     {

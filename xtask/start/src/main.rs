@@ -1,4 +1,5 @@
-//! `cargo xtask` starts here: builds xtask, and becomes it.
+//! `cargo xtask` starts here: builds xtask, and becomes it. `cargo xtask demo` builds the programs
+//! that the demo runs at the same time, so that no core waits for the last crates of xtask.
 //!
 //! Cargo chooses the features of a dependency by the packages of a command. `cargo run` accepts one
 //! package only, so it would compile dependencies with the features that xtask needs, and the
@@ -7,6 +8,9 @@
 //! All of it is compiled without incremental state, unless `CARGO_INCREMENTAL` is set: a first
 //! build is faster, and needs gigabytes less.
 #![forbid(unsafe_code)]
+
+#[path = "../../../tests/src/packages.rs"]
+mod packages;
 
 use std::{
     env,
@@ -28,7 +32,12 @@ fn start() -> Error {
     let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut build = command(&cargo);
-    build.args(["build", "--quiet", "--workspace", "--bin=xtask"]).current_dir(root);
+    build.arg("build").current_dir(root);
+    if env::args_os().nth(1).is_some_and(|name| name == "demo") {
+        build.args(["xtask"].iter().chain(&packages::PACKAGES).flat_map(|package| ["-p", package]));
+    } else {
+        build.args(["--quiet", "--workspace", "--bin=xtask"]);
+    }
     match build.status() {
         Ok(status) if status.success() => {}
         Ok(status) => return Error::other(format!("the build of xtask: {status}")),
