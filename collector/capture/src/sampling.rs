@@ -40,6 +40,8 @@ const SEARCH_DELAY: Duration = Duration::from_millis(250);
 const MAX_SEARCH_DELAY: Duration = Duration::from_secs(30);
 /// How long the capture of one sample with C frames may take.
 const LONGEST_CAPTURE: Duration = Duration::from_secs(2);
+/// Time slice of the threads that take samples: the shortest that the kernel grants.
+const SLICE: Duration = Duration::from_micros(100);
 
 /// Which threads are sampled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -115,6 +117,7 @@ impl StackRecorder {
         });
         let (images, of_thread) = (Arc::clone(&self.images), Arc::clone(&shared));
         let thread = thread::Builder::new().name("xpu_sample".into()).spawn(move || {
+            request_short_slice();
             Loop::new(pid, &images, &of_thread).run();
             of_thread.has_ended.store(true, Ordering::Release);
         })?;
@@ -168,6 +171,23 @@ impl Drop for ProcessRecording {
 impl Shared {
     fn lock(&self) -> MutexGuard<'_, Recorded> {
         self.recorded.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Asks the scheduler to run this thread as soon as a sample is due, which takes microseconds.
+/// Where all processors are busy, it would otherwise run when the process that it samples goes to
+/// sleep, and its samples would show that too often. Before Linux 6.12 this has no effect.
+#[allow(unsafe_code)]
+fn request_short_slice() {
+    // SAFETY: integers may be 0.
+    let mut attributes: libc::sched_attr = unsafe { std::mem::zeroed() };
+    let size = size_of::<libc::sched_attr>();
+    // SAFETY: the kernel writes at most `size` bytes to the attributes of this thread.
+    let result = unsafe { libc::syscall(libc::SYS_sched_getattr, 0, &raw mut attributes, size, 0) };
+    if result == 0 && attributes.sched_policy == libc::SCHED_OTHER as u32 {
+        attributes.sched_runtime = SLICE.as_nanos() as u64;
+        // SAFETY: the kernel reads as many bytes as the attributes say that they have.
+        unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const attributes, 0) };
     }
 }
 
