@@ -134,6 +134,8 @@ layout! {
     gil_holder,
     /// Whether a thread holds the GIL.
     gil_locked,
+    /// How often the GIL has gone to another thread than the one that held it last.
+    gil_switches,
     /// PyThreadState.
     thread_size,
     thread_previous,

@@ -104,7 +104,7 @@ fn every_dump_reports_the_cost_and_the_losses_of_the_hook() {
     assert_eq!(code, 200, "{body}");
     let incident = job.wait_incident(1, PATIENCE);
     for rank in 0..2 {
-        let bytes = std::fs::read(incident.path.join(format!("{rank:05}-00002.stacktrace"))).unwrap();
+        let bytes = fs::read(incident.path.join(format!("{rank:05}-00002.stacktrace"))).unwrap();
         let dump: Stacktrace = xpu_timer_proto::Message::decode(&bytes[..]).unwrap();
         let health = dump.flight_record.unwrap().health.unwrap();
         assert!(health.launch_samples + health.long_samples > 0 && health.collective_samples > 0, "{health:?}");
@@ -114,7 +114,7 @@ fn every_dump_reports_the_cost_and_the_losses_of_the_hook() {
     assert!(hook["launch_ns"].as_f64().is_some_and(|ns| ns > 0.0), "{hook}");
     assert!(hook["collective_ns"].as_f64().is_some_and(|ns| ns > 0.0), "{hook}");
     assert_eq!(hook["dropped"], 0, "{hook}");
-    let text = std::fs::read_to_string(incident.path.join("verdict.txt")).unwrap();
+    let text = fs::read_to_string(incident.path.join("verdict.txt")).unwrap();
     assert!(text.contains("\nhook: "), "{text}");
 }
 

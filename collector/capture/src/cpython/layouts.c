@@ -151,6 +151,7 @@ int main(void) {
 #endif
     AT("gil_holder", struct _gil_runtime_state, last_holder);
     AT("gil_locked", struct _gil_runtime_state, locked);
+    AT("gil_switches", struct _gil_runtime_state, switch_number);
     NUMBER("thread_size", sizeof(PyThreadState));
     AT("thread_previous", PyThreadState, prev);
     AT("thread_next", PyThreadState, next);

@@ -6,6 +6,9 @@
 //! done then. The chain of any other thread is followed anew, and the new chain counts only if it
 //! is still there afterwards: the thread runs during the read, so what was read may never have
 //! existed.
+//!
+//! In a process of many threads, most of them wait. While the GIL says that only one thread has
+//! held it since the last sample, the others are not read at all.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -34,6 +37,11 @@ const LIST_ATTEMPTS: usize = 3;
 const GAP_BYTES: u64 = 1024;
 /// More known code objects than this are forgotten.
 const MAX_CODES: usize = 1 << 15;
+
+/// All threads are read at least once in so many samples, whatever the GIL says.
+const ALL_THREADS_EVERY: usize = 25;
+/// Where fewer threads are sampled, all are always read.
+const MIN_THREADS_TO_SKIP: usize = 5;
 
 /// In the state of a thread whose chain is not known.
 const UNKNOWN: u64 = u64::MAX;
@@ -86,6 +94,22 @@ struct KnownCode {
     frames: HashMap<u64, Option<u32>>,
 }
 
+/// Who held a GIL last, and how often it has gone to another thread. As long as this is the same,
+/// only that thread runs Python code, and the frames of all others stay as they are.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct GilUse {
+    holder: u64,
+    switches: u64,
+}
+
+/// The threads that a sample reads.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Scope {
+    All,
+    /// Those that held a GIL last, and their neighbours in the list, which show whether they ended.
+    Holders,
+}
+
 /// Result of a second look at a chain.
 enum Check {
     IsThere,
@@ -105,6 +129,11 @@ pub(crate) struct StackReader {
     main_only: bool,
     /// Address of the pointer to the newest thread of each interpreter, and the pointer.
     heads: Vec<(u64, u64)>,
+    /// Where each GIL says who held it last, and what it said before the last sample. Empty if a
+    /// thread can run Python code without one.
+    gils: Vec<(u64, GilUse)>,
+    /// Samples since all threads were read.
+    partial_samples: usize,
     /// The threads, main thread last.
     pub threads: Vec<SampledThread>,
     codes: HashMap<u64, KnownCode>,
@@ -136,6 +165,8 @@ impl StackReader {
             runtime: python.location.address,
             main_only,
             heads: Vec::new(),
+            gils: Vec::new(),
+            partial_samples: 0,
             threads: Vec::new(),
             codes: HashMap::new(),
             cache: CodeCache::default(),
@@ -186,6 +217,11 @@ impl StackReader {
             .iter()
             .map(|interpreter| (interpreter.address.wrapping_add(layout.interpreter_threads), 0))
             .collect();
+        self.gils.clear();
+        if !layout.free_threaded && interpreters.iter().all(|interpreter| interpreter.gil != 0) {
+            let nobody = GilUse { holder: 0, switches: 0 };
+            self.gils.extend(interpreters.iter().map(|interpreter| (interpreter.gil, nobody)));
+        }
         for interpreter in interpreters {
             let wanted = |thread: &&ThreadState| !self.main_only || Some(thread.pthread) == main;
             let is_unnamed = |thread: &ThreadState| names.get(&thread.pthread).is_none_or(String::is_empty);
@@ -214,12 +250,11 @@ impl StackReader {
 
     /// Reads the links of the listed threads, which are compared with later ones.
     fn read_links(&mut self) -> Result<(), InterpreterError> {
-        self.copy()?;
+        self.copy(Scope::All)?;
+        let mut at = self.threads_at();
         let (layout, buffer) = (&self.layout, &self.buffer);
-        let mut at = 0;
-        for (_, head) in &mut self.heads {
-            *head = word(buffer, at);
-            at += 8;
+        for (index, (_, head)) in self.heads.iter_mut().enumerate() {
+            *head = word(buffer, index * 8);
         }
         for state in self.threads.iter_mut().flat_map(|thread| &mut thread.states) {
             state.links = links(layout, &buffer[at..]);
@@ -228,13 +263,43 @@ impl StackReader {
         Ok(())
     }
 
-    /// Copies what is known to `buffer`. Returns how much of it could be read.
-    fn copy(&mut self) -> Result<usize, Error> {
+    /// Copies what is known to `buffer`: the pointers to the newest threads, the GILs, the threads.
+    /// Returns how much of it could be read.
+    fn copy(&mut self, scope: Scope) -> Result<usize, Error> {
         self.ranges.clear();
         self.ranges.extend(self.heads.iter().map(|(address, _)| (*address, 8)));
+        let (start, length) = gil_range(&self.layout);
+        self.ranges.extend(self.gils.iter().map(|(gil, _)| (gil.wrapping_add(start), length)));
         let states = self.threads.iter().flat_map(|thread| &thread.states);
+        let states = states.filter(|state| is_read(scope, &self.gils, state));
         self.ranges.extend(states.flat_map(|state| &state.ranges));
         memory::read_scattered(self.live_tid, &self.ranges, &mut self.buffer)
+    }
+
+    /// Where the first thread is in a copy.
+    fn threads_at(&self) -> usize {
+        self.heads.len() * 8 + self.gils.len() * gil_range(&self.layout).1
+    }
+
+    /// The threads whose frames may have changed since the last sample.
+    fn scope(&self) -> Scope {
+        let all_known = self.threads.iter().all(|thread| thread.outcome == Outcome::Complete);
+        let can_skip = !self.gils.is_empty() && self.threads.len() >= MIN_THREADS_TO_SKIP;
+        if can_skip && all_known && self.partial_samples < ALL_THREADS_EVERY { Scope::Holders } else { Scope::All }
+    }
+
+    /// Takes the use of each GIL from a copy. Returns whether one has changed.
+    fn take_gil_use(&mut self) -> bool {
+        let (start, length) = gil_range(&self.layout);
+        let mut at = self.heads.len() * 8;
+        let mut has_changed = false;
+        for (_, last) in &mut self.gils {
+            let part = |offset: u64| word(&self.buffer, at + (offset - start) as usize);
+            let now = GilUse { holder: part(self.layout.gil_holder), switches: part(self.layout.gil_switches) };
+            has_changed |= std::mem::replace(last, now) != now;
+            at += length;
+        }
+        has_changed
     }
 
     /// Takes a sample of all threads.
@@ -242,18 +307,28 @@ impl StackReader {
     /// # Errors
     /// The interpreter can no longer be read: it ended, or the process executed another program.
     pub(crate) fn sample(&mut self) -> Result<(), InterpreterError> {
-        let mut copied = self.copy()?;
-        if !self.is_list_unchanged(copied) {
-            self.list_threads()?;
-            copied = self.copy()?;
+        let mut scope = self.scope();
+        let mut copied = self.copy(scope)?;
+        if self.take_gil_use() && scope == Scope::Holders {
+            scope = Scope::All;
+            copied = self.copy(scope)?;
+            self.take_gil_use();
         }
-        let mut at = self.heads.len() * 8;
+        if !self.is_list_unchanged(scope, copied) {
+            scope = Scope::All;
+            self.list_threads()?;
+            copied = self.copy(scope)?;
+            self.take_gil_use();
+        }
+        self.partial_samples = if scope == Scope::All { 0 } else { self.partial_samples + 1 };
+        let mut at = self.threads_at();
         let mut threads = std::mem::take(&mut self.threads);
+        let gils = std::mem::take(&mut self.gils);
         for thread in &mut threads {
             // The frames of an incomplete stack are not those of the next sample.
             let was_complete = std::mem::replace(&mut thread.outcome, Outcome::Complete) == Outcome::Complete;
             thread.number = thread.number.filter(|_| was_complete);
-            for state in &mut thread.states {
+            for state in thread.states.iter_mut().filter(|state| is_read(scope, &gils, state)) {
                 let bytes = self.buffer.get(at..copied.min(at + state.length)).unwrap_or_default();
                 at += state.length;
                 if state.agrees(&self.layout, bytes) {
@@ -275,19 +350,20 @@ impl StackReader {
             }
         }
         self.threads = threads;
+        self.gils = gils;
         Ok(())
     }
 
     /// Whether no thread has started or ended since the list was read.
-    fn is_list_unchanged(&self, copied: usize) -> bool {
-        let mut at = 0;
-        for (_, head) in &self.heads {
-            if at + 8 > copied || word(&self.buffer, at) != *head {
+    fn is_list_unchanged(&self, scope: Scope, copied: usize) -> bool {
+        let mut at = self.threads_at();
+        for (index, (_, head)) in self.heads.iter().enumerate() {
+            if at > copied || word(&self.buffer, index * 8) != *head {
                 return false;
             }
-            at += 8;
         }
-        for state in self.threads.iter().flat_map(|thread| &thread.states) {
+        let states = self.threads.iter().flat_map(|thread| &thread.states);
+        for state in states.filter(|state| is_read(scope, &self.gils, state)) {
             if at < copied && links(&self.layout, &self.buffer[at..]) != state.links {
                 return false;
             }
@@ -484,6 +560,17 @@ impl KnownState {
         }
         has_changed
     }
+}
+
+/// Whether a sample reads a thread.
+fn is_read(scope: Scope, gils: &[(u64, GilUse)], state: &KnownState) -> bool {
+    let [previous, next, _] = state.links;
+    scope == Scope::All || gils.iter().any(|(_, gil)| [state.state.address, previous, next].contains(&gil.holder))
+}
+
+/// The part of a GIL that is copied: offset and length.
+fn gil_range(layout: &Layout) -> (u64, usize) {
+    (layout.gil_holder, (layout.gil_switches + 8 - layout.gil_holder) as usize)
 }
 
 /// Whether the code of a frame and the copy of the instructions that it executes are known.

@@ -20,7 +20,7 @@ use xpu_timer_capture::{Counter, Counts, Frame, merge};
 use xpu_timer_proto::{
     procfs, samples,
     server::{PySpyFrame, PySpyStacktrace},
-    v1::StackSamples,
+    v1::{SampledThread, StackSamples},
 };
 use xpu_timer_tests::{
     PATIENCE, Process, artifacts, forky, forky_packages, free_threaded_python, only_child, python, python_version,
@@ -413,27 +413,40 @@ def run(seconds):
             spent[phase.__name__] += time.monotonic() - begin
         turn += 1
     return spent
-for index in range(3):
+def left():
+    time.sleep(.05)
+def right():
+    time.sleep(.15)
+def worker():
+    while True:
+        left()
+        right()
+for index in range(7):
     threading.Thread(target=threading.Event().wait, name='idle', daemon=True).start()
+threading.Thread(target=worker, name='worker', daemon=True).start()
 print('ready', flush=True)
 spent = run(float(sys.argv[1]))
 print('shares', *(spent[name] / sum(spent.values()) for name in ('busy', 'sleeps', 'calls')), flush=True)
 print('done', flush=True)
 ";
 
-/// The shares of the three phases in the samples of the main thread.
-fn sampled_shares(samples: &StackSamples) -> ([f64; 3], f64) {
-    let main = samples.threads.iter().find(|thread| thread.main).expect("the main thread");
-    let (mut counts, mut total) = ([0_u32; 3], 0);
-    for slice in samples::slices(main) {
+/// How many samples of the selected threads have each of these functions on the stack, and how many
+/// have any stack.
+fn counted<const N: usize>(
+    samples: &StackSamples,
+    functions: [&str; N],
+    selected: impl Fn(&SampledThread) -> bool,
+) -> ([f64; N], f64) {
+    let (mut counts, mut total) = ([0_u32; N], 0);
+    for slice in samples.threads.iter().filter(|thread| selected(thread)).flat_map(samples::slices) {
         let frames = samples.stacks[slice.stack as usize].frames.iter();
         let names: Vec<&str> = frames.map(|frame| samples.frames[*frame as usize].func_name.as_str()).collect();
         total += slice.samples;
-        for (count, phase) in counts.iter_mut().zip(["busy", "sleeps", "calls"]) {
-            *count += if names.contains(&phase) { slice.samples } else { 0 };
+        for (count, function) in counts.iter_mut().zip(functions) {
+            *count += if names.contains(&function) { slice.samples } else { 0 };
         }
     }
-    (counts.map(|count| f64::from(count) / f64::from(total)), total.into())
+    (counts.map(f64::from), f64::from(total))
 }
 
 /// `XPU_TIMER_TEST_LONG=1` takes 10,000 samples of each version, and expects the shares to agree
@@ -460,17 +473,54 @@ fn recorded_samples_agree_with_a_planted_schedule() {
         let planted: Vec<f64> = shares.split(' ').map(|share| share.parse().expect("a share")).collect();
         let file = output.join(samples::file_name(index as u32, versions.len() as u32));
         let samples = samples::decode(&fs::read(&file).expect("the samples")).expect("a file of samples");
-        let (sampled, total) = sampled_shares(&samples);
+        let (counts, total) = counted(&samples, ["busy", "sleeps", "calls"], |thread| thread.main);
+        let sampled = counts.map(|count| count / total);
         let about = format!("{}: {sampled:?} of {total} samples, planted {planted:?}", python.version());
         // A machine under load takes fewer samples, but does not lose their threads.
-        assert!(total + samples.missed as f64 > 85.0 * seconds as f64 && samples.threads.len() == 4, "{about}");
+        assert!(total + samples.missed as f64 > 85.0 * seconds as f64 && samples.threads.len() == 9, "{about}");
         let unknown = samples.cut + samples.discarded;
         assert!((unknown as f64) < 0.02 * total, "{unknown} unknown, {about}");
         let differs = sampled.iter().zip(&planted).any(|(one, other)| (one - other).abs() > tolerance);
         assert!(!differs, "{about}");
+        // A thread that mostly waits takes the GIL only when it wakes up.
+        let ([left, right], _) = counted(&samples, ["left", "right"], |thread| thread.name == "worker");
+        let share = left / (left + right);
+        assert!((share - 0.25).abs() < tolerance && left + right > 0.9 * total, "{left} and {right}, {about}");
     }
     for name in ["all.folded", "all.svg", "speedscope.json"] {
         assert!(output.join(name).exists(), "{name}: {}", recorded.stdout);
+    }
+}
+
+/// No thread of the process takes the GIL after one has ended.
+const ENDS: &str = "\
+import threading, time
+def brief():
+    time.sleep(4)
+for index in range(7):
+    threading.Thread(target=threading.Event().wait, daemon=True).start()
+threading.Thread(target=brief, daemon=True).start()
+print('ready', flush=True)
+time.sleep(30)
+";
+
+#[test]
+fn a_thread_that_ends_while_no_other_runs_is_no_longer_sampled() {
+    let scripts: Vec<Script> = all().iter().map(|python| python.start(ENDS, &[])).collect();
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let mut command = Command::new(artifacts().bin("xpu_timer_dump"));
+    command.args(["record", "--rate", "50", "--seconds", "6", "--output"]).arg(folder.path());
+    for script in &scripts {
+        command.arg("--pid").arg(script.pid.to_string());
+    }
+    let recorded = Process::spawn(&mut command).wait(PATIENCE);
+    assert_eq!(recorded.code(), 0, "{}", recorded.stderr);
+    for (index, python) in all().iter().enumerate() {
+        let file = folder.path().join(samples::file_name(index as u32, scripts.len() as u32));
+        let samples = samples::decode(&fs::read(&file).expect("the samples")).expect("a file of samples");
+        let ([brief], _) = counted(&samples, ["brief"], |_| true);
+        let (_, total) = counted(&samples, [], |thread| thread.main);
+        assert!(brief > 0.0 && brief < 0.8 * total, "{}: {brief} of {total}", python.version());
     }
 }
 
