@@ -38,8 +38,8 @@ const GAP_BYTES: u64 = 1024;
 /// More known code objects than this are forgotten.
 const MAX_CODES: usize = 1 << 15;
 
-/// All threads are read at least once in so many samples, whatever the GIL says.
-const ALL_THREADS_EVERY: usize = 25;
+/// After so many samples of only some threads, all are read, whatever the GIL says.
+const MAX_PARTIAL_SAMPLES: usize = 25;
 /// Where fewer threads are sampled, all are always read.
 const MIN_THREADS_TO_SKIP: usize = 5;
 
@@ -285,7 +285,7 @@ impl StackReader {
     fn scope(&self) -> Scope {
         let all_known = self.threads.iter().all(|thread| thread.outcome == Outcome::Complete);
         let can_skip = !self.gils.is_empty() && self.threads.len() >= MIN_THREADS_TO_SKIP;
-        if can_skip && all_known && self.partial_samples < ALL_THREADS_EVERY { Scope::Holders } else { Scope::All }
+        if can_skip && all_known && self.partial_samples < MAX_PARTIAL_SAMPLES { Scope::Holders } else { Scope::All }
     }
 
     /// Takes the use of each GIL from a copy. Returns whether one has changed.

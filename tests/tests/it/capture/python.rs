@@ -417,16 +417,20 @@ def left():
     time.sleep(.05)
 def right():
     time.sleep(.15)
+halves = {'left': 0, 'right': 0}
 def worker():
     while True:
-        left()
-        right()
+        for half in (left, right):
+            begin = time.monotonic()
+            half()
+            halves[half.__name__] += time.monotonic() - begin
 for index in range(7):
     threading.Thread(target=threading.Event().wait, name='idle', daemon=True).start()
 threading.Thread(target=worker, name='worker', daemon=True).start()
 print('ready', flush=True)
 spent = run(float(sys.argv[1]))
 print('shares', *(spent[name] / sum(spent.values()) for name in ('busy', 'sleeps', 'calls')), flush=True)
+print('left', halves['left'] / sum(halves.values()), flush=True)
 print('done', flush=True)
 ";
 
@@ -484,8 +488,10 @@ fn recorded_samples_agree_with_a_planted_schedule() {
         assert!(!differs, "{about}");
         // A thread that mostly waits takes the GIL only when it wakes up.
         let ([left, right], _) = counted(&samples, ["left", "right"], |thread| thread.name == "worker");
-        let share = left / (left + right);
-        assert!((share - 0.25).abs() < tolerance && left + right > 0.9 * total, "{left} and {right}, {about}");
+        let planted: f64 = stdout.lines().find_map(|line| line.strip_prefix("left ")?.parse().ok()).expect("a share");
+        let sampled = left / (left + right);
+        let about = format!("{sampled} of the samples in left, planted {planted}; {about}");
+        assert!((sampled - planted).abs() < tolerance && left + right > 0.9 * total, "{about}");
     }
     for name in ["all.folded", "all.svg", "speedscope.json"] {
         assert!(output.join(name).exists(), "{name}: {}", recorded.stdout);
