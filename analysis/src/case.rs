@@ -18,6 +18,9 @@ use crate::{
     world::{EncodedOperations, RankView, World, is_collective, is_init},
 };
 
+/// Number of peers whose operations are searched for one that a rank waits in.
+const MOST_PEERS: usize = 4;
+
 /// Where the main thread of a rank is, to compare it with others. It has the names of files without
 /// their folders, as the sentence does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -250,6 +253,42 @@ impl<'a> Case<'a> {
             || signal
             || self.waits_for_peer(rank_index)
             || self.at_terminal(rank_index)
+    }
+
+    /// The longest time for which an operation of a rank has kept it waiting, in nanoseconds.
+    ///
+    /// A peer that has completed a collective shows when the last member entered it. Since then, the
+    /// rank waits for the transfer only, and its record may lag behind that of the peer: a watcher
+    /// notes ten times a second what has completed.
+    pub(crate) fn longest_wait_ns(&self, rank_index: usize) -> u64 {
+        let view = self.view(rank_index);
+        let since_entered = |operation: &Operation| view.age_ns(operation.entered_ns);
+        let wait_ns = |operation: &Operation| {
+            let own_ns = since_entered(operation);
+            self.since_released_ns(operation).map_or(own_ns, |released_ns| released_ns.min(own_ns))
+        };
+        view.pending().map(wait_ns).max().unwrap_or(0)
+    }
+
+    /// For how long a peer has completed a collective that no rank can complete before all have
+    /// entered it. `None` if no record shows that.
+    fn since_released_ns(&self, operation: &Operation) -> Option<u64> {
+        let comm = self.comms.iter().find(|comm| comm.id == operation.communicator)?;
+        if !matching::synchronizes(operation.op()) {
+            return None;
+        }
+        let completed = comm.members.iter().filter(|member| member.completed >= operation.seq).take(MOST_PEERS);
+        let ages = completed.filter_map(|member| {
+            let peer = self.view(member.rank_index);
+            let mut completed_ns = 0;
+            peer.any_operation(|other| {
+                let is_same = (other.communicator, other.seq) == (operation.communicator, operation.seq);
+                completed_ns = if is_same { other.completed_ns } else { 0 };
+                completed_ns != 0
+            });
+            (completed_ns != 0).then(|| peer.age_ns(completed_ns))
+        });
+        ages.max()
     }
 
     /// Whether the main thread of a rank has this activity in its last sample.

@@ -166,6 +166,11 @@ impl<'a> PendingOperations<'a> {
     }
 }
 
+/// Whether no rank can complete this operation before all others have entered it.
+pub(crate) fn synchronizes(op: Op) -> bool {
+    matches!(op, Op::AllReduce | Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Barrier)
+}
+
 /// Adds a rank to all communicators that its record contains.
 fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, rank_index: usize) {
     let Some(flight) = world.views[rank_index].flight else { return };

@@ -17,7 +17,7 @@ use crate::{EncodedOperations, Verdict, judge, judge_encoded};
 /// Nanoseconds of a second.
 pub(crate) const SECOND: u64 = 1_000_000_000;
 /// When the flight records were read.
-const NOW: u64 = 1_000 * SECOND;
+pub(crate) const NOW: u64 = 1_000 * SECOND;
 /// When the hang began. All pending operations were launched then.
 const HANG: u64 = NOW - 60 * SECOND;
 

@@ -309,8 +309,12 @@ impl<'a> RankView<'a> {
 
     /// Age of its oldest pending operation.
     pub(crate) fn oldest_pending_ns(&self) -> u64 {
-        let read_ns = self.flight.map_or(0, |flight| flight.read_ns);
-        self.pending().map(|operation| read_ns.saturating_sub(operation.entered_ns)).max().unwrap_or(0)
+        self.pending().map(|operation| self.age_ns(operation.entered_ns)).max().unwrap_or(0)
+    }
+
+    /// Nanoseconds from a time to the reading of its record.
+    pub(crate) fn age_ns(&self, since_ns: u64) -> u64 {
+        self.flight.map_or(0, |flight| flight.read_ns).saturating_sub(since_ns)
     }
 }
 

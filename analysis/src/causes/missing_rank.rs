@@ -3,7 +3,7 @@
 use xpu_timer_proto::v1::{OpStatus, Presence};
 
 use super::{
-    collective::{Collective, synchronizes},
+    collective::Collective,
     kernel_hang::in_open_group,
     mismatch::operation_key,
     p2p,
@@ -15,6 +15,7 @@ use crate::{
     finding::{CollectiveFact, Exclusion, Fact, Finding, RankFact, Rule, never_ruled_out},
     graph::{Event, Suspect},
     kernels::{FewerLaunches, fewer_launches},
+    matching,
     stacks::Movement,
     verdict::{Activity, Cause, Confidence},
     world::Exit,
@@ -260,7 +261,7 @@ pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Opti
 
 fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     let synchronizing = !collective.operations.is_empty()
-        && collective.operations.iter().all(|(_, operation)| synchronizes(operation.op()));
+        && collective.operations.iter().all(|(_, operation)| matching::synchronizes(operation.op()));
     let (completed_by, inside, event) = (&collective.completed_by, &collective.inside, collective.event);
     // If most ranks have completed the collective, the others are slow or stalled.
     if completed_by.is_empty() || inside.is_empty() || completed_by.len() > inside.len() || !synchronizing {

@@ -384,7 +384,11 @@ fn operation_is_overdue(judged: &Judged<'_, '_>) -> bool {
     let case = judged.case;
     let is_explained = judged.outcome.cause != Cause::Unknown || !nothing_pending(case);
     let timeout_ns = case.evidence.hang_timeout_ns.max(1);
-    is_explained && case.world.views.iter().any(|view| !view.dead() && view.oldest_pending_ns() >= timeout_ns)
+    let is_overdue = |rank_index: usize| {
+        let view = case.view(rank_index);
+        !view.dead() && view.oldest_pending_ns() >= timeout_ns && case.longest_wait_ns(rank_index) >= timeout_ns
+    };
+    is_explained && (0..case.world.views.len()).any(is_overdue)
 }
 
 /// Whether a process for which nobody is known to wait stands in storage. One that reads a FIFO may

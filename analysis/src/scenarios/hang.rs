@@ -6,8 +6,8 @@ use super::{
     processes::{awaits, chained, culprits, reader_thread},
 };
 use crate::{
-    Cause, Confidence, HangEvidence,
-    testing::{Job, SECOND, Stack, native_thread, python_thread},
+    Cause, Confidence, HangEvidence, Verdict,
+    testing::{Job, NOW, SECOND, Stack, native_thread, python_thread},
 };
 use xpu_timer_proto::{
     server::{Awaited, AwaitedKind, Holder},
@@ -611,4 +611,62 @@ fn a_worker_that_died_with_a_lock_or_is_locked_in_holds_up_its_rank() {
         sample.stacktrace[0].timed = Some(false);
     }
     assert_eq!(named(&job).2, [4242]);
+}
+
+#[test]
+fn a_collective_that_a_peer_has_just_completed_is_not_overdue() {
+    // All ranks have entered all_reduce 31, rank 2 after the timeout. The record of rank 3 is older.
+    let since_completed = |age_ns: u64, op: Op| {
+        let mut job = Job::with_world(4, 30);
+        for rank in 0..3 {
+            job.complete(0x77, rank, |operation| {
+                operation.completed_ns = NOW - age_ns;
+                operation.op = op.into();
+            });
+        }
+        job.enter(0x77, 3, op);
+        (0..4).for_each(|rank| job.set_stack(rank, Stack::sleep()));
+        hang(&job)
+    };
+    assert_eq!(since_completed(SECOND / 10, Op::AllReduce), HangEvidence::None);
+    assert_eq!(since_completed(40 * SECOND, Op::AllReduce), HangEvidence::PendingOperation, "the transfer is stuck");
+    assert_eq!(since_completed(SECOND / 10, Op::Broadcast), HangEvidence::PendingOperation, "a root completes early");
+}
+
+/// The verdict on an idle server with two workers, each of which waits for its next batch at one end
+/// of a socket. The other end of rank 0 was found in these samples.
+fn idle_workers(found: [bool; 2]) -> Verdict {
+    let mut job = Job::with_world(2, 30);
+    job.trigger(TriggerKind::Idle);
+    let frames = [
+        ("Connection._recv", "/usr/lib/python3.11/multiprocessing/connection.py:395"),
+        ("wait_for_batch", "/job/serve.py:242"),
+    ];
+    for rank in 0..2 {
+        job.set_stack(rank, Stack::new(&frames, &["read", "os_read_impl"]));
+        let dump = job.rank(rank).dump.as_mut().expect("a dump");
+        let first = &mut dump.first_sample.as_mut().expect("two samples").stacktrace[0];
+        for (thread, found) in [first, &mut dump.stacktrace[0]].into_iter().zip(found) {
+            let engine = Holder { pid: 1050, name: "engine".into(), ..Default::default() };
+            let holders = if found || rank == 1 { vec![engine] } else { Vec::new() };
+            thread.awaited = Some(Awaited { kind: AwaitedKind::Socket.into(), holders, ..Default::default() });
+        }
+    }
+    job.process(50, "engine", Stack::lock());
+    job.judge()
+}
+
+#[test]
+fn the_other_end_of_a_socket_is_known_if_one_sample_shows_it() {
+    let known = idle_workers([true, true]);
+    assert_eq!((known.hang, &known.culprits[..]), (HangEvidence::None, &[][..]), "{}", known.to_text());
+    for found in [[true, false], [false, true]] {
+        assert_eq!(idle_workers(found).to_text(), known.to_text(), "{found:?}");
+    }
+}
+
+#[test]
+fn a_batch_from_an_unknown_process_does_not_prove_a_hang() {
+    let verdict = idle_workers([false, false]);
+    assert_eq!(verdict.hang, HangEvidence::None, "{}", verdict.to_text());
 }

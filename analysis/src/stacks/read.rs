@@ -1,7 +1,10 @@
 //! Combines the samples of a dump into what is known of a process, and finds the thread that
 //! represents it: the main thread, or the training thread while the main thread only waits for it.
 
-use std::collections::{HashMap, HashSet};
+use std::{
+    borrow::Cow,
+    collections::{HashMap, HashSet},
+};
 
 use xpu_timer_proto::{
     LISTENS,
@@ -37,6 +40,7 @@ const SLEEPING: &str = "S (sleeping)";
 
 /// Reads a dump: the process, and its main thread or the training thread in its place.
 pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
+    let dump = &*with_holders_of_both_samples(dump);
     let (first, last) = samples(dump);
     let pid = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
     // A process that vanished or could not be read the second time still has the stacks of the
@@ -81,7 +85,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let stuck = stuck.map(|task| PySpyStacktrace { frames: task.frames.clone(), ..Default::default() });
     let flows = before.is_some_and(|before| serves_socket(before, main));
     // A loop whose tasks wait for each other serves nobody, whatever it polls.
-    let awaited = awaited(before.and_then(|before| before.0), main.0).filter(|_| stuck.is_none());
+    let awaited = main.0.and_then(|main| main.awaited.clone()).filter(|_| stuck.is_none());
     let listens = awaited.as_ref().is_some_and(|awaited| awaited.name.starts_with(LISTENS));
     let moved = moved.map(|moved| Movement {
         io: moved.io && !stood(moved) || flows,
@@ -237,15 +241,33 @@ fn is_filled_from_peers(sample: Sample<'_>, witness: &str, (_, main): ThreadStac
     sample.python.iter().filter(|thread| thread.os_thread_id != main.os_thread_id).any(waits_for_peers)
 }
 
-/// What a thread waits for. On a busy machine, the processes at the other end may have been found
-/// in time only in the first sample.
-fn awaited(before: Option<&PstackStacktrace>, after: Option<&PstackStacktrace>) -> Option<Awaited> {
-    let found = after?.awaited.as_ref()?;
-    let first = before.and_then(|before| before.awaited.as_ref());
-    let is_same =
-        |first: &&Awaited| (first.kind, &first.name, &first.object) == (found.kind, &found.name, &found.object);
-    let first = first.filter(is_same).filter(|first| found.holders.is_empty() && !first.holders.is_empty());
-    Some(first.unwrap_or(found).clone())
+/// The dump, in which each wait has the holders that either of its samples shows. On a busy machine,
+/// a capture may find the processes at the other end in time in only one of the samples.
+fn with_holders_of_both_samples(dump: &Stacktrace) -> Cow<'_, Stacktrace> {
+    let mut completed = Cow::Borrowed(dump);
+    for after in 0..dump.stacktrace.len() {
+        let thread = &dump.stacktrace[after];
+        let first = dump.first_sample.as_ref().map_or(&[][..], |first| &first.stacktrace);
+        let Some(before) = first.iter().position(|before| before.pid == thread.pid) else { continue };
+        if let Some(awaited) = known_holders(thread, &first[before]) {
+            completed.to_mut().stacktrace[after].awaited = Some(awaited.clone());
+        } else if let Some(awaited) = known_holders(&first[before], thread) {
+            let awaited = awaited.clone();
+            if let Some(first) = &mut completed.to_mut().first_sample {
+                first.stacktrace[before].awaited = Some(awaited);
+            }
+        }
+    }
+    completed
+}
+
+/// The wait of a thread in the other sample, if only that one has the holders. It is the same wait
+/// if the thread did not run in between, or if both have one name.
+fn known_holders<'a>(sample: &PstackStacktrace, other: &'a PstackStacktrace) -> Option<&'a Awaited> {
+    let awaited = sample.awaited.as_ref().filter(|awaited| awaited.holders.is_empty())?;
+    let known = other.awaited.as_ref().filter(|known| !known.holders.is_empty() && known.kind == awaited.kind)?;
+    let slept = sample.context_switches != 0 && sample.context_switches == other.context_switches;
+    (slept || (&awaited.name, &awaited.object) == (&known.name, &known.object)).then_some(known)
 }
 
 /// What the threads other than the main thread wait for, except what only the process itself has,

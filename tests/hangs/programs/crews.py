@@ -73,9 +73,14 @@ def healthy(ranks, seconds):
     return _register("healthy", seconds, ranks)
 
 
-def passes(ranks, seconds, late=None):
+def passes(ranks, seconds):
     """Ranks wait for longer than the hang timeout, for work that goes on."""
-    return _register("passes", seconds, ranks, late=late)
+    return _register("passes", seconds, ranks)
+
+
+def overdue(ranks, seconds, late):
+    """Ranks wait for longer than the hang timeout, for one that starts later."""
+    return _register("overdue", seconds, ranks, late=late)
 
 
 def helper(function):
@@ -1013,7 +1018,7 @@ def helper_at_rest(crew):
         trainer.step()
 
 
-@passes(ranks=4, seconds=24, late={2: 8})
+@overdue(ranks=4, seconds=24, late={2: 8})
 def late_rank(crew):
     """Rank 2 starts 8 s after the others."""
     trainer = DataParallel(crew)
@@ -1057,7 +1062,8 @@ def launch(name):
     if "XPU_EXAMPLE_RENDEZVOUS" not in os.environ:
         os.environ["XPU_EXAMPLE_RENDEZVOUS"] = tempfile.mkdtemp(prefix="crews-")
     if chosen.kind != "hang":
-        _write_truth({"hang": False})
+        # The process of a late rank does not exist yet, so none is to blame.
+        _write_truth({"hang": False, "causes": ["comm_init", "missing_rank"] if chosen.late else []})
     for beside in chosen.helpers:
         start_helper(beside)
     ranks = []

@@ -459,7 +459,7 @@ def long_evaluation(job):
         evaluate()
 
 
-@scenario("passes", 35, ranks=2)
+@scenario("overdue", 35, ranks=2)
 def long_evaluation_of_one_rank(job):
     """Rank 0 alone evaluates on the CPU for 10 s, and rank 1 waits in the next collective."""
     warm_up(job)
@@ -468,7 +468,7 @@ def long_evaluation_of_one_rank(job):
         use_cpu(10)
 
     if job.rank == 0:
-        passes(os.getpid(), "use_cpu", "long_step")
+        passes(os.getpid(), "use_cpu", "long_step", "missing_rank")
         evaluate()
     job.train()
 

@@ -231,6 +231,11 @@ fn end(mut ranks: Process) -> Result<Output> {
 fn passed(job: &Job, ranks: Process, incident: &Incident) -> Result<()> {
     let output = end(ranks)?;
     ensure!(output.code() == 0, "the job ended with {}; {}", output.code(), tail(&output.stderr));
+    resolved(job, incident)
+}
+
+/// Waits until an incident is resolved, if it is not a mild capture.
+pub fn resolved(job: &Job, incident: &Incident) -> Result<()> {
     if incident.verdict["status"] == "mild" {
         return Ok(());
     }

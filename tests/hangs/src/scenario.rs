@@ -68,6 +68,9 @@ pub enum Expected {
     Hang,
     /// It may be slower than the timeout, and continues. It is watched for this time.
     Passes(Duration),
+    /// An operation is pending for longer than the timeout, which is a hang by definition, although
+    /// it completes. It is watched for this time.
+    Overdue(Duration),
     /// It is idle or healthy, and gives no alarm for this time.
     Quiet(Duration),
 }

@@ -13,10 +13,11 @@ use anyhow::{Context, Result, anyhow, bail, ensure};
 use serde::Deserialize;
 use serde_json::Value;
 use xpu_timer_analysis::Cause;
-use xpu_timer_tests::{Job, Process, artifacts, http, tree};
+use xpu_timer_tests::{Incident, Job, Process, artifacts, http, tree};
 
 use crate::{
     program::{Program, tail},
+    run,
     scenario::{Expected, Scenario, Truth, job},
     score::Reported,
 };
@@ -73,6 +74,7 @@ pub fn scenarios() -> Result<Vec<Scenario>> {
             let expected = match kind {
                 "hang" => Expected::Hang,
                 "passes" => Expected::Passes(time),
+                "overdue" => Expected::Overdue(time),
                 "idle" | "healthy" => Expected::Quiet(time),
                 _ => bail!("{program} --list: {line:?} has an unknown kind"),
             };
@@ -87,6 +89,7 @@ pub fn scenarios() -> Result<Vec<Scenario>> {
 pub fn without_truth(expected: Expected) -> Truth {
     match expected {
         Expected::Hang => Truth::Hang { causes: &[], culprits: Vec::new() },
+        Expected::Overdue(_) => Truth::Passes { causes: &[], culprits: Vec::new(), stands_still: false },
         Expected::Quiet(_) | Expected::Passes(_) => Truth::Healthy,
     }
 }
@@ -99,7 +102,7 @@ pub fn watch(job: &Job, ranks: &mut Process, expected: Expected, truth: &Path) -
     match expected {
         Expected::Quiet(time) => {
             quiet(job, ranks, time)?;
-            Ok((Truth::Healthy, named(job, &[])?))
+            Ok((Truth::Healthy, named(&job.finished_incidents(), &[])?))
         }
         Expected::Hang => {
             let written = read(truth, ranks)?;
@@ -107,7 +110,7 @@ pub fn watch(job: &Job, ranks: &mut Process, expected: Expected, truth: &Path) -
             let truth = Truth::Hang { causes: names(&written.causes), culprits: written.culprits.clone() };
             let start = Instant::now();
             loop {
-                let reported = named(job, &written.culprits)?;
+                let reported = named(&job.finished_incidents(), &written.culprits)?;
                 let is_right = reported.as_ref().is_some_and(|reported| reported.culprits == written.culprits);
                 if is_right || start.elapsed() > VERDICT_WITHIN {
                     return Ok((truth, reported));
@@ -115,11 +118,20 @@ pub fn watch(job: &Job, ranks: &mut Process, expected: Expected, truth: &Path) -
                 std::thread::sleep(Duration::from_millis(100));
             }
         }
+        Expected::Overdue(time) => {
+            until(ranks, time, || Ok(()))?;
+            let written = read(truth, ranks)?;
+            let found = [job.finished_incidents(), job.mild_captures()].concat();
+            found.iter().try_for_each(|incident| run::resolved(job, incident))?;
+            let reported = named(&found, &written.culprits)?;
+            let (causes, culprits) = (names(&written.causes), written.culprits);
+            Ok((Truth::Passes { causes, culprits, stands_still: false }, reported))
+        }
         Expected::Passes(time) => {
             quiet(job, ranks, time)?;
             // The program may have replaced an earlier truth.
             let written = read(truth, ranks)?;
-            let reported = named(job, &written.culprits)?;
+            let reported = named(&job.finished_incidents(), &written.culprits)?;
             // A program that names nobody says only that nothing hangs. A verdict with doubt may
             // name the slow process.
             let is_mild = |reported: &Reported| written.causes.is_empty() && reported.confidence != "high";
@@ -181,25 +193,30 @@ fn read(path: &Path, ranks: &mut Process) -> Result<Written> {
 
 /// Watches a program that should give no alarm, until its time is over or it ends.
 fn quiet(job: &Job, ranks: &mut Process, time: Duration) -> Result<()> {
+    until(ranks, time, || {
+        let (_, page) = http("GET", job.port + 1, "/metrics").unwrap_or_default();
+        let alarm = page.lines().find(|line| line.starts_with("XPU_TIMER_COMMON_HANG") && line.ends_with(" 1"));
+        alarm.map_or(Ok(()), |alarm| Err(anyhow!("an alarm: {alarm}")))
+    })
+}
+
+/// Waits until the time of a program is over, or until it ends without an error. Calls `check` again
+/// and again.
+fn until(ranks: &mut Process, time: Duration, check: impl Fn() -> Result<()>) -> Result<()> {
     let start = Instant::now();
     while start.elapsed() < time {
         if let Some(status) = ranks.try_wait() {
             ensure!(status.success(), "the program ended with {status}; {}", tail(&ranks.stderr()));
             break;
         }
-        let (_, page) = http("GET", job.port + 1, "/metrics").unwrap_or_default();
-        let alarm = page.lines().find(|line| line.starts_with("XPU_TIMER_COMMON_HANG") && line.ends_with(" 1"));
-        if let Some(alarm) = alarm {
-            return Err(anyhow!("an alarm: {alarm}"));
-        }
+        check()?;
         std::thread::sleep(Duration::from_millis(200));
     }
     Ok(())
 }
 
-/// What was reported about all jobs of a program.
-fn named(job: &Job, culprits: &[u32]) -> Result<Option<Reported>> {
-    let incidents = job.finished_incidents();
+/// The report that counts among all incidents of a program, which may have several jobs.
+fn named(incidents: &[Incident], culprits: &[u32]) -> Result<Option<Reported>> {
     let all: Vec<Reported> =
         incidents.iter().map(|incident| Reported::of_processes(&incident.verdict)).collect::<Result<_>>()?;
     Ok(decisive(&all, culprits).map(|(index, culprits)| {

@@ -33,7 +33,8 @@ fn start() -> Error {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut build = command(&cargo);
     build.arg("build").current_dir(root);
-    if env::args_os().nth(1).is_some_and(|name| name == "demo") {
+    let asks_for_help = env::args_os().any(|argument| argument == "--help" || argument == "-h");
+    if env::args_os().nth(1).is_some_and(|name| name == "demo") && !asks_for_help {
         build.args(["xtask"].iter().chain(&packages::PACKAGES).flat_map(|package| ["-p", package]));
     } else {
         build.args(["--quiet", "--workspace", "--bin=xtask"]);

@@ -288,8 +288,10 @@ impl StackReader {
         if can_skip && all_known && self.partial_samples < MAX_PARTIAL_SAMPLES { Scope::Holders } else { Scope::All }
     }
 
-    /// Takes the use of each GIL from a copy. Returns whether one has changed.
-    fn take_gil_use(&mut self) -> bool {
+    /// Like [`Self::copy`], and takes the use of each GIL from the copy. Returns also whether one has
+    /// changed.
+    fn copy_with_gil_use(&mut self, scope: Scope) -> Result<(usize, bool), Error> {
+        let copied = self.copy(scope)?;
         let (start, length) = gil_range(&self.layout);
         let mut at = self.heads.len() * 8;
         let mut has_changed = false;
@@ -299,7 +301,7 @@ impl StackReader {
             has_changed |= std::mem::replace(last, now) != now;
             at += length;
         }
-        has_changed
+        Ok((copied, has_changed))
     }
 
     /// Takes a sample of all threads.
@@ -308,17 +310,15 @@ impl StackReader {
     /// The interpreter can no longer be read: it ended, or the process executed another program.
     pub(crate) fn sample(&mut self) -> Result<(), InterpreterError> {
         let mut scope = self.scope();
-        let mut copied = self.copy(scope)?;
-        if self.take_gil_use() && scope == Scope::Holders {
+        let (mut copied, has_changed) = self.copy_with_gil_use(scope)?;
+        if has_changed && scope == Scope::Holders {
             scope = Scope::All;
-            copied = self.copy(scope)?;
-            self.take_gil_use();
+            (copied, _) = self.copy_with_gil_use(scope)?;
         }
         if !self.is_list_unchanged(scope, copied) {
             scope = Scope::All;
             self.list_threads()?;
-            copied = self.copy(scope)?;
-            self.take_gil_use();
+            (copied, _) = self.copy_with_gil_use(scope)?;
         }
         self.partial_samples = if scope == Scope::All { 0 } else { self.partial_samples + 1 };
         let mut at = self.threads_at();
