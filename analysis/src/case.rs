@@ -50,7 +50,7 @@ impl<'a> Position<'a> {
     }
 }
 
-/// Which process is behind a rank that waits.
+/// The process behind a rank that waits.
 #[derive(Debug)]
 pub(crate) enum Behind<'a> {
     /// The rank itself.
@@ -93,7 +93,7 @@ impl<'a> Case<'a> {
         Case { evidence, world, comms, graph, stack_waiters: Vec::new(), fully_recorded }
     }
 
-    /// What opened the incident.
+    /// The kind of the trigger that opened the incident.
     pub(crate) fn trigger_kind(&self) -> TriggerKind {
         self.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind())
     }
@@ -220,7 +220,7 @@ impl<'a> Case<'a> {
     }
 
     /// The main thread of a rank waits for an event, a message or a semaphore that processes share,
-    /// by its C function. What it waits for may be unknown.
+    /// by its C function. The object itself may be unknown.
     pub(crate) fn waits_for_message(&self, rank_index: usize) -> bool {
         stacks::is_message_wait(self.native_function(rank_index))
     }
@@ -284,8 +284,8 @@ impl<'a> Case<'a> {
         self.stuck_helper(rank_index).filter(|helper| helper.pid > 0).filter(explains)
     }
 
-    /// Which process is behind a rank that waits: one of its own, which the chain of its waits ends
-    /// at or which is stuck, or the rank itself.
+    /// The process behind a rank that waits: one of its own (a stuck one, or the end of the chain
+    /// of its waits), or the rank itself.
     pub(crate) fn behind(&self, rank_index: usize) -> Behind<'_> {
         let wait = self.graph.process_wait(rank_index).filter(|wait| wait.is_own);
         let helper = self.stuck_child(rank_index);
@@ -305,7 +305,8 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// What the system call of a rank's main thread waits for, if it has a name or a known holder.
+    /// The object that the system call of a rank's main thread waits for, if it has a name or a
+    /// known holder.
     pub(crate) fn awaited(&self, rank_index: usize) -> Option<&Awaited> {
         let view = self.view(rank_index);
         view.host.awaited.as_ref().filter(|awaited| {

@@ -26,7 +26,7 @@ use crate::{
     world::{ProcessView, RankView, World, is_collective, is_p2p},
 };
 
-/// What opened the incident.
+/// The trigger of the incident.
 pub(crate) fn trigger(evidence: &Evidence) -> TriggerReport {
     let Some(trigger) = &evidence.trigger else {
         return TriggerReport { kind: "unspecified".to_owned(), rank: None, operation: None };

@@ -166,7 +166,7 @@ fn missing_keys(case: &Case<'_>, of: &[usize]) -> Option<String> {
     (!missing.is_empty()).then(text)
 }
 
-/// The place of a rank, or of several: that of one of them stands for others at another.
+/// The place of a rank, or of several. If their places differ, it names that of the first rank.
 fn place_of(case: &Case<'_>, rank_indices: &[usize]) -> String {
     let [first, others @ ..] = rank_indices else { return String::new() };
     if others.is_empty() {

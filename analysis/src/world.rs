@@ -392,7 +392,7 @@ pub(crate) struct ProcessView {
     pub host: Host,
     /// The thread that holds its GIL, if that is deadlocked.
     pub gil_holder: Option<GilHolder>,
-    /// What its other threads do; see [`stacks::other_thread`].
+    /// The activity of its other threads; see [`stacks::other_thread`].
     pub other_thread: Option<String>,
     /// If it was killed or failed: the pids of the processes with which it shared memory.
     pub shared_memory_with: Vec<i32>,

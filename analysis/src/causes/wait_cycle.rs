@@ -249,7 +249,7 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(PatternBreak, Vec<(us
     Some((first, found))
 }
 
-/// What the past of the ranks in a cycle means for a rule.
+/// The meaning of the past of the ranks in a cycle, for a rule.
 pub(super) enum PatternCheck {
     /// A rank left its pattern in a way that this rule explains.
     Finding(Finding),

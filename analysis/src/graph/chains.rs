@@ -190,9 +190,9 @@ impl Members<'_, '_> {
 
     /// The end of a chain at a process that polls memory: of the processes that share the memory
     /// with it, or with others that poll too, the only one that is stuck. A process that sleeps in
-    /// a loop for another reason looks the same. So one that may be at rest is no end: it waits for
-    /// a process that polls, or through another thread. In a job in which nobody waits in an
-    /// operation, the end must be unable to continue, unless a library is known to poll.
+    /// a loop for another reason looks the same. So a process that may be at rest is not an end: it
+    /// waits for a process that polls, or through another thread. In a job in which nobody waits in
+    /// an operation, the end must be unable to continue, unless a library is known to poll.
     fn through_memory(&self, current: Member, seen: &HashSet<Member>, branches: usize) -> Option<End> {
         let in_ring = self.polling(current)?.in_ring;
         let mut pollers = vec![current];

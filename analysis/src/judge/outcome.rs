@@ -40,7 +40,7 @@ fn unknown(conclusion: Conclusion) -> Outcome {
 /// The outcome, if a rule applies to a case.
 type Conclude = fn(&Case<'_>) -> Option<Outcome>;
 
-/// What is concluded of an incident that no rule of a cause explains. The first rule that applies
+/// Conclusions about an incident that no rule of a cause explains. The first rule that applies
 /// counts.
 const UNEXPLAINED: &[TableRule<Conclude>] = &[
     TableRule {
@@ -112,7 +112,7 @@ fn may_be_idle(case: &Case<'_>) -> Option<Outcome> {
         .then(|| unknown(Conclusion::MayBeIdle { together: all_at_one_place(case) }))
 }
 
-/// What is known of a job whose stop nothing explains.
+/// The known facts about a job whose stop nothing explains.
 fn known_facts(case: &Case<'_>) -> KnownFacts {
     let views = &case.world.views;
     let stacks = views.iter().filter(|view| view.host.stack).count();
@@ -309,7 +309,7 @@ const HANG_RULES: &[TableRule<HangRule>] = &[
     },
     TableRule {
         name: "own_process",
-        reason: "A process of its own that can never answer keeps a rank for ever.",
+        reason: "A rank that waits for a process of its own waits forever if that process can never answer.",
         scenario: "hang::a_silent_rank_that_waits_for_a_process_of_its_own_hangs_if_that_can_never_answer",
         rule: HangRule {
             evidence: HangEvidence::WaitChain,
@@ -349,7 +349,7 @@ pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confid
 }
 
 impl Judged<'_, '_> {
-    /// The culprits that are no ranks.
+    /// The culprits that are not ranks.
     fn hosts(&self) -> impl Iterator<Item = &Host> {
         self.processes.iter().map(|process| &self.case.world.processes[*process].host)
     }
@@ -387,8 +387,8 @@ fn operation_is_overdue(judged: &Judged<'_, '_>) -> bool {
     is_explained && case.world.views.iter().any(|view| !view.dead() && view.oldest_pending_ns() >= timeout_ns)
 }
 
-/// Whether a process for which nobody is known to wait stands in storage. One that reads a FIFO may
-/// be a server that reads its requests.
+/// Whether a process without a known waiter is stuck in storage. A process that reads a FIFO does
+/// not count: it may be a server that reads its requests.
 fn stands_in_storage(host: &Host) -> bool {
     let is_pipe = host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Pipe);
     host.stands_in_storage() && (!is_pipe || host.location.native.as_deref().is_some_and(stacks::is_send))

@@ -21,7 +21,7 @@ use crate::{
 /// Finds the suspects, if the rule applies.
 type Find = fn(&Ranks<'_, '_>) -> Option<Suspects>;
 
-/// What a rule found.
+/// The suspects that a rule found.
 struct Suspects {
     suspects: Vec<Suspect>,
     /// Ranks that wait for the suspects, by their stacks.

@@ -398,7 +398,7 @@ fn locks_in_tasks(thread: &Thread<'_>) -> Option<String> {
 /// The witness of a thread whose event loop waits for locks of asyncio only.
 pub(super) const TASK_LOCK: &str = "a lock of asyncio";
 
-/// What a task of asyncio waits for.
+/// The kind of object that an asyncio task waits for.
 #[derive(Clone, Copy, PartialEq)]
 enum TaskWait {
     /// Another task, or the end of a server.

@@ -237,8 +237,8 @@ fn is_filled_from_peers(sample: Sample<'_>, witness: &str, (_, main): ThreadStac
     sample.python.iter().filter(|thread| thread.os_thread_id != main.os_thread_id).any(waits_for_peers)
 }
 
-/// What a thread waits for. On a busy machine, the processes at the other end may have been found
-/// in time only in the first sample.
+/// The object that a thread waits for. On a busy machine, the processes at the other end may have
+/// been found in time only in the first sample.
 fn awaited(before: Option<&PstackStacktrace>, after: Option<&PstackStacktrace>) -> Option<Awaited> {
     let found = after?.awaited.as_ref()?;
     let first = before.and_then(|before| before.awaited.as_ref());
@@ -248,10 +248,10 @@ fn awaited(before: Option<&PstackStacktrace>, after: Option<&PstackStacktrace>) 
     Some(first.unwrap_or(found).clone())
 }
 
-/// What the threads other than the main thread wait for, except what only the process itself has,
-/// and whether the main thread or an own thread waits with a timeout. If the main thread wants a
-/// mutex, only its owner counts. Whatever wakes a thread that waits for something else than in the
-/// sample before may wake the others: that counts as a timeout.
+/// The waits of the threads other than the main thread, except for objects that only the process
+/// itself has, and whether the main thread or an own thread waits with a timeout. If the main
+/// thread wants a mutex, only its owner counts. If a thread waits for another object than in the
+/// sample before, something has woken it and may wake the others: that counts as a timeout.
 fn waits_of_threads(
     (before, sample): (Option<Sample<'_>>, Sample<'_>),
     pid: i32,
