@@ -24,7 +24,7 @@ const MOST_EXPLAINED: usize = 8;
 /// A larger timeline of a rank is not read.
 const MOST_BYTES: usize = 256 << 20;
 
-/// Which operations are compared.
+/// The operations to compare.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
     /// How many seconds of them.

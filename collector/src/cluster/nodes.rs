@@ -36,8 +36,8 @@ pub struct Node {
     keys: BTreeMap<JobKey, JobKey>,
 }
 
-/// What is kept of the entry of a rank, besides its claim. A cluster collector has a hundred
-/// thousand of them.
+/// The fields that are kept of the entry of a rank, besides its claim. A cluster collector has a
+/// hundred thousand of them.
 #[derive(Debug)]
 struct Reported {
     job: Arc<JobKey>,

@@ -20,7 +20,7 @@ pub(crate) struct Cursor {
     pub began_late: bool,
 }
 
-/// What the reads so far have shown of a ticket.
+/// The results of the reads so far for a ticket.
 #[derive(Debug, Clone, Copy, Default)]
 struct Looks {
     /// Its operation was pending.

@@ -44,14 +44,14 @@ pub(super) struct Subject {
     pub fault: SharedFault,
 }
 
-/// What was captured of one rank.
+/// The capture of one rank.
 #[derive(Debug, Default)]
 pub(super) struct RankCapture {
     /// First and second sample, each with the child processes.
     pub samples: [Option<ProcessCapture>; 2],
     /// Flight record, read with the second sample.
     pub flight: Option<FlightRecord>,
-    /// What could not be captured, and why.
+    /// The parts that could not be captured, and why.
     pub errors: Vec<String>,
 }
 

@@ -1,7 +1,7 @@
-//! What happens when a rank has failed: its reason goes to the log, and the exit plugins of
-//! DLRover's xpu_timer (`XPU_TIMER_EXIT_HOOK_PLUGIN`) are called: each in a Python process of its
-//! own that has a time limit, never in the rank. Each failed rank has a thread for this. The ranks
-//! of a node often fail together, so a limited number of plugins runs at the same time.
+//! Runs when a rank has failed. It logs the reason and calls the exit plugins of DLRover's
+//! xpu_timer (`XPU_TIMER_EXIT_HOOK_PLUGIN`), each in a Python process of its own with a time limit,
+//! never in the rank. Each failed rank has a thread for this. The ranks of a node often fail
+//! together, so a limited number of plugins runs at the same time.
 
 use std::{
     fs::File,

@@ -44,7 +44,8 @@ const FILE_DEADLINE: Duration = Duration::from_millis(200);
 /// Maximum number of exceptions of one process that are being handled.
 const MOST_HANDLED: usize = 8;
 
-/// What a process writes so soon after an uncaught exception reports that exception.
+/// If a process writes within this time after an uncaught exception, the text reports that
+/// exception.
 const REPORT_NS: u64 = 1_000_000_000;
 
 /// How the lines begin that PyTorch adds to the text of an error of CUDA.
@@ -64,7 +65,7 @@ struct Traceback {
     ends_text: bool,
 }
 
-/// What is known about the failures of a process that has a ring or had one.
+/// The known failures of a process that has a ring or had one.
 #[must_use]
 pub fn of_process(ring: Option<&RingFile>, process: Option<&Handle>, exit: &str, fault: &SharedFault) -> Vec<Failure> {
     let mut found: Vec<Failure> = lock(fault).iter().map(|fault| fault.failure.clone()).collect();
@@ -85,7 +86,7 @@ pub fn of_process(ring: Option<&RingFile>, process: Option<&Handle>, exit: &str,
         let exit = if uncaught.as_ref().is_some_and(is_report) { Exit::Unknown } else { Exit::of(exit) };
         found.extend(of_text(&text, age_ns, exit, &found));
     }
-    // What it wrote before may be about an exception that it survived.
+    // The text before may be about an exception that the process survived.
     drop(found.splice(..0, uncaught));
     if let Some((text, age_ns)) = text(stderr::CHILDREN)
         && let Some(Traceback { failure, .. }) = last_traceback(&text)
@@ -99,7 +100,7 @@ pub fn of_process(ring: Option<&RingFile>, process: Option<&Handle>, exit: &str,
     found
 }
 
-/// What the last text of a process shows, beyond what is known.
+/// The failures that the last text of a process shows, besides the known ones.
 #[must_use]
 pub fn of_text(text: &str, age_ns: u64, exit: Exit<'_>, known: &[Failure]) -> Vec<Failure> {
     let mut found = Vec::new();

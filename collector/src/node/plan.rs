@@ -57,7 +57,7 @@ pub(super) struct DumpTask {
     pub fallback_path: PathBuf,
     /// The state of the incident that a next collector needs if this one is killed while it writes.
     pub record: Record,
-    /// What is kept for the cluster collector; `None` without one.
+    /// The part to keep for the cluster collector; `None` without one.
     pub for_cluster: Option<ClusterPart>,
     /// Whether a verdict without a hang is only logged, and its dump kept as a mild capture. The
     /// verdict on a part of a job is that of the cluster collector, which decides it.
@@ -120,7 +120,7 @@ pub(super) struct Outcome {
     pub timeline_path: PathBuf,
     /// When the first sample began, CLOCK_MONOTONIC.
     pub sampled_ns: u64,
-    /// What the cluster collector gets.
+    /// The part for the cluster collector.
     pub part: Option<PartLocation>,
     /// Whether the timelines of the ranks are still to be written into the folder.
     pub timelines_follow: bool,

@@ -122,7 +122,7 @@ impl NodeState {
         of_job.iter().filter(is_wanted).filter_map(timeline).collect()
     }
 
-    /// What a request for timelines gets.
+    /// The answer to a request for timelines.
     fn wanted_timelines(
         &mut self,
         job: &JobKey,
@@ -283,7 +283,7 @@ impl NodeState {
         }
         let (path, kinds) = (request.path.clone(), kernel_trace::kinds_text(request.kinds));
         let ranks: Vec<RankId> = views(&self.registry).filter(|view| !view.has_ended).map(|view| view.id).collect();
-        // What has completed so far is before the request.
+        // Operations that have completed so far are before the request.
         self.sampler.read_all(views(&self.registry), now);
         if !self.sampler.recording.is_active() {
             let start_ns = now.mono_ns.saturating_add(request.since_unix_ns.saturating_sub(now.unix_ns));

@@ -21,7 +21,7 @@ use crate::{
     timeline::store::{Block, Window, end_ns},
 };
 
-/// What is kept of one rank, ready to be written by another thread. The recorder of operations and
+/// The timeline of one rank, ready to be written by another thread. The recorder of operations and
 /// the sampler of stacks do not depend on each other.
 #[derive(Debug, Clone)]
 pub(crate) struct RankTimeline {

@@ -39,7 +39,7 @@ pub(crate) struct Block {
     pub ended_ns: (u64, u64),
 }
 
-/// What is kept of one rank.
+/// The recorded operations of one rank.
 #[derive(Debug, Default)]
 struct Recorded {
     job: Option<JobKey>,

@@ -40,8 +40,8 @@ pub(crate) enum Source {
 
 type Device = (u32, u32);
 
-/// Which file systems may not answer, and which do not answer now. A hung network file system often
-/// is the reason for a hang, so a capture must not wait for it too.
+/// The file systems that may not answer, and those that do not answer now. A hung network file
+/// system is often the reason for a hang, so a capture must not wait for it too.
 #[derive(Default)]
 pub(crate) struct FileSystems {
     /// Whether requests to the file system need a timeout.

@@ -61,7 +61,7 @@ const NEXT_CALL: &str = "builtin_function_or_method";
 /// Ends of the paths of the files with `wait`, `wait_for` and `TaskGroup`. These wait for tasks by
 /// a future of their own, and have the tasks in their variables.
 const WAITER_FILES: [&str; 2] = ["/asyncio/tasks.py", "/asyncio/taskgroups.py"];
-/// What they wait for, in words.
+/// The objects that they wait for, in words.
 const OTHER_TASKS: &str = "other tasks";
 const COROUTINE: &str = "a coroutine";
 const TASK: &str = "a task";
@@ -71,7 +71,7 @@ pub(super) struct PendingTask {
     pub name: String,
     /// Its coroutines, innermost first.
     pub frames: Vec<InterpreterFrame>,
-    /// What the innermost one waits for; empty if it is to run next.
+    /// The object that the innermost one waits for; empty if it is to run next.
     pub awaits: String,
 }
 
