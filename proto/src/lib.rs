@@ -81,11 +81,11 @@ pub const MAX_SUSPENDED: usize = 256;
 /// follows.
 pub const REPLIES: &str = "a reply from";
 
-/// What a task of asyncio awaits if it is not another task. The capture writes it, and the judge
-/// reads it.
+/// The object that an asyncio task awaits if it is not another task. The capture writes it, and the
+/// judge reads it.
 pub const FUTURE: &str = "a future";
 
-/// What a task of trio awaits if it is not another task: nothing shows what wakes it.
+/// The object that a trio task awaits if it is not another task: nothing shows what wakes it.
 pub const WAKEUP: &str = "a wakeup";
 
 /// Name of the hook's thread in a rank. It waits for the device and for the collector.

@@ -26,14 +26,15 @@ const FIRST_STREAM: u64 = 7;
 /// larger than that of any thread.
 const SAMPLED_TIDS: i64 = 1 << 24;
 
-/// What the operations of one shape of a block share.
+/// The parts that are equal for all operations of one shape of a block.
 struct Template {
     /// `"ph": "X", "cat": …, "name": …, "pid": …, "tid": …` of the kernel.
     kernel: String,
     /// The arguments of the kernel without the correlation, or those of the host function with a
     /// comma at the end.
     arguments: String,
-    /// The same of the call that launched it, or of the host function.
+    /// The start of the event, as in `kernel`, of the call that launched it or of the host
+    /// function.
     host: String,
     is_host: bool,
 }

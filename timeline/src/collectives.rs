@@ -1,6 +1,6 @@
-//! What only all ranks together show about their collectives and messages: the common ends that
-//! clocks are aligned on, when the last rank started each collective, and which send belongs to
-//! which receive. Memory is bounded, whatever the files contain.
+//! Combines the collectives and messages of all ranks: the common ends for the alignment of clocks,
+//! the time when the last rank started each collective, and the receive that belongs to each send.
+//! Memory is bounded, whatever the files contain.
 
 use std::sync::{Mutex, PoisonError};
 

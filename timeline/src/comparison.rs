@@ -30,7 +30,7 @@ const NORMAL_SPREAD: f64 = 5.0;
 /// A rank holds up a communicator if it starts last so often.
 const OFTEN_LAST: f64 = 0.8;
 
-/// What is compared.
+/// The values to compare.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Kind {
     /// TFLOPS of matrix products and attention
@@ -123,7 +123,7 @@ struct Waits {
     waited_ns: u64,
 }
 
-/// What is kept of a run.
+/// The summary of a run.
 #[derive(Debug)]
 pub struct Run {
     name: String,
@@ -133,7 +133,7 @@ pub struct Run {
     waits: BTreeMap<String, BTreeMap<u32, Waits>>,
 }
 
-/// What one pass over a rank gives.
+/// The result of one pass over a rank.
 #[derive(Default)]
 struct OfRank {
     items: HashMap<Key, (f64, Durations)>,

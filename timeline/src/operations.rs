@@ -1,5 +1,5 @@
-//! What an operation means to people: its class, its name and how much it moves or computes; and
-//! how the time of a rank is divided among the classes, as HolisticTraceAnalysis defines it.
+//! The meaning of an operation for people: its class, its name and how much it moves or computes;
+//! and how the time of a rank is divided among the classes, as HolisticTraceAnalysis defines it.
 
 use serde::Serialize;
 use xpu_timer_analysis::throughput::{attention_flops, bus_bytes, dtype_name, flops, operation_name, width};
@@ -36,7 +36,7 @@ impl Class {
     }
 }
 
-/// What all operations of one shape mean.
+/// The meaning of all operations of one shape.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Meaning {
     /// Its class.

@@ -63,7 +63,7 @@ pub struct Args {
     /// All timelines of the folder have come: the collector draws the report again
     #[arg(long, hide = true)]
     pub timelines_came: bool,
-    /// What stdout can show
+    /// The capabilities of stdout
     #[arg(skip)]
     pub terminal: Terminal,
 }

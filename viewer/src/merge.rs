@@ -60,7 +60,7 @@ pub struct WaitingRanks {
     pub thread: Option<StackId>,
     /// Their stack, in [`Merged::suspended`].
     pub stack: StackId,
-    /// What waits, for what, and how many.
+    /// The tasks or greenlets, their number, and the object that they wait for.
     pub waiting: Waiting,
     /// The innermost line of the user's own code: `train.py:31 in fetch`.
     pub place: String,

@@ -37,9 +37,9 @@ type GetName = unsafe extern "C" fn(*mut *const c_char, *mut c_void) -> c_int;
 
 type CaptureInfo = unsafe extern "C" fn(Stream, *mut c_int, *mut u64, *mut c_void, *mut c_void, *mut c_void) -> c_int;
 
-/// What a thread is bound to: a context or a device. The rest of the hook calls both a context and
-/// represents it as a number other than 0: the address of the driver's context, or the device
-/// number plus one, with a generation; see `runtime::contexts`.
+/// The functions for the launch target of a thread: a context or a device. The rest of the hook
+/// calls both a context and represents it as a number other than 0: the address of the driver's
+/// context, or the device number plus one, with a generation; see `runtime::contexts`.
 enum LaunchTargetFunctions {
     Context {
         of_stream: unsafe extern "C" fn(Stream, *mut Context) -> c_int,

@@ -49,7 +49,7 @@ pub(crate) const VARIABLE: &str = "XPU_TIMER_HOST_TRACING_FUNC";
 /// Name of the garbage collections among the functions.
 const COLLECTIONS: &str = "GC";
 
-/// What the original tool traces besides the functions of the variable.
+/// The functions that the original tool traces besides those of the variable.
 const DEFAULTS: [&str; 12] = [
     COLLECTIONS,
     "torch.utils.data.dataloader@_BaseDataLoaderIter@__next__",
@@ -160,7 +160,7 @@ static NONE: AtomicPtr<interpreter::PyObject> = AtomicPtr::new(std::ptr::null_mu
 /// Index of the garbage collections, -1 if they are not traced.
 static COLLECTIONS_INDEX: AtomicI64 = AtomicI64::new(-1);
 
-/// What the watcher and the callbacks share. Neither waits for the other.
+/// The state that the watcher and the callbacks share. Neither waits for the other.
 struct State {
     targets: Vec<(Target, Progress)>,
     exceptions: uncaught::Listener,
@@ -188,14 +188,14 @@ struct Monitoring {
     of_all: i64,
 }
 
-/// What is known of a function.
+/// The tracing state of a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Progress {
     /// Its module is not imported.
     NoModule,
     /// Its module has no such name.
     Absent,
-    /// It is no Python function.
+    /// It is not a Python function.
     Native,
     /// Its call only creates a generator or a coroutine, and nothing shows when that one runs.
     Generator,
@@ -507,7 +507,7 @@ fn find(api: &'static Api, module: Owned, path: &[CString]) -> Option<Owned> {
 const MOST_WRAPPERS: usize = 16;
 
 /// A function, or the function that it decorates: the code of a decorator is shared by all
-/// functions that it decorates. `None` if it is no Python function.
+/// functions that it decorates. `None` if it is not a Python function.
 fn function_of(api: &'static Api, function: Owned, depth: usize) -> Option<Owned> {
     if depth > MOST_WRAPPERS {
         return None;

@@ -74,8 +74,8 @@ variables! {
     XPU_TIMER_EXIT_HOOK_PLUGIN = "", "Python files, comma separated, with functions that the collector calls for each rank that fails; see docs/failures.md";
     XPU_TIMER_INLINE = "auto", "code to replace where no symbol can be interposed; off: none; auto: gloo, and collectives and matrix products that are statically linked or bound to themselves; all: also the driver and the runtime";
     XPU_TIMER_NCCL_LIB_PATH = "", "path of the collective library, if its name is not one that the hook knows";
-    XPU_TIMER_CUBLAS_LIB_PATH = "", "the same for cuBLAS";
-    XPU_TIMER_CUBLASLT_LIB_PATH = "", "the same for cuBLASLt";
+    XPU_TIMER_CUBLAS_LIB_PATH = "", "path of cuBLAS, if its name is not one that the hook knows";
+    XPU_TIMER_CUBLASLT_LIB_PATH = "", "path of cuBLASLt, if its name is not one that the hook knows";
     XPU_TIMER_JOB = "", "job name; default: that of the scheduler";
     XPU_TIMER_SOCKET = "", "socket of the node collector" set by xpu_timer_launch;
     XPU_TIMER_COLLECTOR_PID = "", "process that may read the memory of the ranks and their children" set by xpu_timer_launch;

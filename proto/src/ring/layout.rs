@@ -8,8 +8,8 @@ use crate::v1::{DataType, Op, OpKind};
 /// Version of the layout. It changes with every change of a constant below.
 pub const VERSION: u32 = 12;
 
-/// Bytes of two cache lines, which processors fetch together. What one thread writes often shares
-/// no such pair with what another thread writes: a collective costs 40 ns more otherwise.
+/// Bytes of two cache lines, which processors fetch together. Words that one thread writes often
+/// share no such pair with words of another thread: a collective costs 40 ns more otherwise.
 pub(super) const LINE_PAIR: usize = 128;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");

@@ -166,7 +166,7 @@ pub(crate) fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce()
     });
 }
 
-/// The same with a clock reading.
+/// Handles an unsuccessful poll that needs a clock reading.
 #[cold]
 fn poll_at(recorder: &'static Recorder, now: u64, counter: u64, what: impl FnOnce() -> BlockingCall) {
     let mut state = POLL_STATE.get();

@@ -24,7 +24,7 @@ use crate::runtime::{
 static OF_INTERPRETER: Method = Method::passes_on(c"excepthook", uncaught);
 static OF_THREADING: Method = Method::passes_on(c"_excepthook", uncaught_in_thread);
 
-/// What was replaced so far.
+/// The functions that are replaced so far.
 pub(crate) struct Listener {
     interpreter: bool,
     threading: bool,
