@@ -239,7 +239,7 @@ def checkpoint(options):
 def measured(options):
     """Batches of a data loader through DDP in half precision, and collectives whose sizes are
     known, in a type that nothing else has. In the last batch the rank says what it has counted
-    itself, and rests for ever."""
+    itself, and rests forever."""
     from torch.utils.data import DataLoader, TensorDataset
 
     network = DistributedDataParallel(model())
@@ -303,8 +303,8 @@ def lose(options):
 
 
 def join(options):
-    """All ranks meet before the first call of the device, so that a slow start of one is no wait of
-    the others in NCCL."""
+    """All ranks meet before the first call of the device. Otherwise a slow start of one rank would
+    make the others wait in NCCL."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     settings = {"device_id": torch.device("cuda", int(os.environ["LOCAL_RANK"]))}
     if options.timeout:

@@ -1,4 +1,4 @@
-"""What the machine does to a program: a file system that stops answering, a freezer, a debugger, a
+"""Faults of the machine: a file system that stops answering, a freezer, a debugger, a
 compiler that never ends.
 
 `begin(NAME)` calls a function of this file. None of them returns but `pause_all`, and none knows of

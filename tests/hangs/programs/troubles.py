@@ -1,4 +1,4 @@
-"""What stops a Python program in the middle of its work: waits for people, servers, children,
+"""Faults that stop a Python program in the middle of its work: waits for people, servers, children,
 threads and locks.
 
 `begin(NAME)` calls a function of this file. None of them returns, and none knows of devices or of
@@ -49,7 +49,7 @@ def waits_for_signal():
 
 
 def sleeps_on():
-    """Retries for ever."""
+    """Retries forever."""
     while True:
         time.sleep(3600)
 

@@ -25,7 +25,7 @@ pub struct Scenario {
     pub arguments: Vec<String>,
     /// Environment besides that of every job.
     pub environment: Vec<(&'static str, String)>,
-    /// What the machine must support.
+    /// The feature that the machine must support.
     pub need: Option<Need>,
     /// The expected verdict.
     pub truth: Truth,
@@ -61,7 +61,7 @@ pub enum Truth {
     Written(Expected),
 }
 
-/// What is known of a program that writes the truth itself before it runs.
+/// The expected behaviour of a program that writes the truth itself, known before it runs.
 #[derive(Debug, Clone, Copy)]
 pub enum Expected {
     /// It hangs.

@@ -54,7 +54,7 @@ fn ranks_present(job: &Job) -> usize {
     status["ranks"].as_array().map_or(0, |ranks| ranks.iter().filter(|rank| rank["presence"] == "present").count())
 }
 
-/// What runs of the collector's program with the job's marker.
+/// The running processes of the collector with the job's marker.
 fn collectors(job: &Job) -> Vec<i32> {
     let is_one = |pid: &i32| {
         let command = procfs::cmdline(pid).unwrap_or_default();

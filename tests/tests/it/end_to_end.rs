@@ -135,8 +135,8 @@ fn a_stopped_rank() {
     expect(Job::new(), &["--fault=stopped"], "process_stopped", &[2]);
 }
 
-/// The verdict on two ranks of which rank 1 waits for a task or a greenlet, and what the viewer
-/// prints about rank 1.
+/// The verdict on two ranks, when rank 1 waits for a task or a greenlet, and what the viewer prints
+/// about rank 1.
 fn waits_for_nobody(python: &Path, fault: &str, place: &str, line: &str, shown: &str) {
     let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "2").with("XPU_TIMER_SAMPLE_INTERVAL", "0.5");
     let examples = tree().join("tests/examples");

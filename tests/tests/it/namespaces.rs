@@ -316,7 +316,7 @@ fn files_that_are_gone_without_any_capability() {
     }
     let folder = open_folder();
     let dump = dump_for_all(folder.path());
-    // What is exported has its name in memory too.
+    // Exported functions have their names in memory too.
     let exported = PROGRAM.replace("static __attribute__((noinline)) int", "__attribute__((noinline)) int");
     let arguments = ["-O1", "-pthread", "-fno-optimize-sibling-calls", "-rdynamic", "-fomit-frame-pointer"];
     for (source, replacement, wanted) in [
@@ -556,8 +556,8 @@ fn forky_python(version: &str) {
     assert!(traces.iter().flat_map(|trace| &trace.frames).all(|frame| !frame.file_name.ends_with(":0")), "{traces:#?}");
     for trace in traces {
         let native = thread(&captured, trace.os_thread_id as i32);
-        // These interpreters are stripped: most functions have no name, but their stacks are whole
-        // all the same.
+        // These interpreters are stripped: most functions have no name, but their stacks are
+        // complete.
         let program = format!("python{version}");
         // `ctypes` calls through libffi, which moves the stack pointer to where only the frame
         // pointer leads back from.

@@ -408,7 +408,7 @@ pub fn with_slow_timelines(job: Job) -> (Job, PathBuf) {
     (job.with("TIMELINES_WAIT_FOR", &awaited.display().to_string()), awaited)
 }
 
-/// What the report says as long as timelines are missing.
+/// The text of the report as long as timelines are missing.
 pub const NOT_HERE: &str = "had not come when this report was drawn";
 
 /// Waits until an incident is in a state.

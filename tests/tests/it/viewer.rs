@@ -334,8 +334,7 @@ fn characters_that_xml_or_the_drawing_library_cannot_take() {
     view_ok(dir.path());
     let cpp: BTreeSet<String> = drawn(&dir.path().join("cpp_stack.svg")).into_iter().collect();
     for stack in stacks {
-        // A character without width keeps what stands in front of a line from being trimmed or
-        // skipped.
+        // A character without width keeps the beginning of a line from being trimmed or skipped.
         let label = format!("{stack}@0|");
         assert!(cpp.iter().any(|drawn| drawn.trim_start_matches('\u{200b}') == label), "{label:?} in {cpp:?}");
     }

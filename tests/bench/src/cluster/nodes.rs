@@ -223,7 +223,7 @@ pub const TOKEN: &str = "bench";
 type Authorize = fn(Request<()>) -> Result<Request<()>, Status>;
 
 fn authorize(mut request: Request<()>) -> Result<Request<()>, Status> {
-    let value = format!("Bearer {TOKEN}").parse().map_err(|_| Status::internal("the token is no header"))?;
+    let value = format!("Bearer {TOKEN}").parse().map_err(|_| Status::internal("the token is not a valid header"))?;
     request.metadata_mut().insert("authorization", value);
     Ok(request)
 }

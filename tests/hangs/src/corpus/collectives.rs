@@ -57,8 +57,8 @@ pub fn scenarios() -> Vec<Scenario> {
     ]
 }
 
-/// What it does instead has another name, another size, or comes at another time; all of it is
-/// true.
+/// The rank launches another operation, another size, or launches later: each of these causes is
+/// right.
 const DIFFERS: &[&str] = &["op_mismatch", "size_mismatch", "missing_rank"];
 /// It is a step ahead of the others in every communicator, and has not entered their collective.
 const AHEAD: &[&str] = &["missing_rank", "order_mismatch", "op_mismatch"];

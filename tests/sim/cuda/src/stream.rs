@@ -246,7 +246,7 @@ struct DeviceClock {
 }
 
 impl DeviceClock {
-    /// What it shows at a time of the host.
+    /// Its reading at a time of the host.
     fn seconds(&self, time: Instant) -> f64 {
         let after = time.saturating_duration_since(self.since).as_secs_f64();
         let before = self.since.saturating_duration_since(time).as_secs_f64();

@@ -42,7 +42,7 @@ pub struct Python {
     /// Whether it has no GIL.
     pub free_threaded: bool,
     program: PathBuf,
-    /// What is passed to it before the script.
+    /// Its options before the script.
     options: &'static [&'static str],
     /// The root folder that it lives in, if that is not this one.
     root: Option<PathBuf>,

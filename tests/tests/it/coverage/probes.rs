@@ -1,7 +1,7 @@
 //! Inline hooks and the other tools that change code: uprobes and breakpoints, before and after;
-//! the level that replaces more; and the hook with Frida's engine. What is documented for a way
-//! that nothing reaches, for another namespace of the linker, and for systems where code cannot be
-//! replaced. Libraries of the makes that today's distributions have.
+//! the level that replaces more; and the hook with Frida's engine. The documented behaviour for a
+//! way that nothing reaches, for another namespace of the linker, and for systems where code cannot
+//! be replaced. Libraries of the makes that today's distributions have.
 //!
 //! Frida's engine links where a devkit is given, and replaces code through gum's calls. The devkit
 //! here is `tests/devkit/gum.c` with the header that the crate ships; Frida's own devkit is linked
@@ -170,7 +170,7 @@ fn every_call_counts_once_with_more_code_replaced() {
             let dir = TempDir::new().unwrap();
             let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(("CALLER_LIBRARY", library)), ..WAY };
             let (program, opened) = build(dir.path(), &way, layer);
-            // What the driver calls inside itself is not this layer's.
+            // The driver's internal calls do not belong to this layer.
             if layer.0 == "driver" && !library.is_empty() {
                 continue;
             }

@@ -181,7 +181,7 @@ impl Browser {
         path
     }
 
-    /// What the page said on its console since the last call, failed requests and uncaught errors
+    /// Messages on the page's console since the last call, failed requests and uncaught errors
     /// included.
     pub fn complaints(&self) -> Vec<String> {
         let log = self.post("se/log", &json!({"type": "browser"}));
