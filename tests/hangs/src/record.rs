@@ -169,7 +169,7 @@ mod tests {
     /// not end them.
     fn may_be_healthy(scenario: &Scenario, cause: Cause) -> bool {
         // Nothing is pending, and no rank waits for another: a server that reads its requests looks
-        // alike.
+        // the same.
         const WAITS_FOR_INPUT: [&str; 2] = ["end-fifo", "plain-all-read"];
         matches!(cause, Cause::LongStep | Cause::Compile | Cause::PythonGc | Cause::NotAHang | Cause::Unknown)
             || WAITS_FOR_INPUT.contains(&scenario.name.as_str())
