@@ -191,8 +191,8 @@ impl<'a> Case<'a> {
         self.polls(rank_index) && self.view(rank_index).host.moved.is_some_and(|moved| moved.main_ran_seldom)
     }
 
-    /// Those of `views` that, by their records, wait in a call for members of an MPI window, while
-    /// another of `views` is a member of that window and in no such call.
+    /// The ranks in `views` that, by their records, wait in a call for members of an MPI window,
+    /// while another rank in `views` is a member of that window and in no such call.
     pub(crate) fn ranks_waiting_in_windows(&self, views: &BTreeSet<usize>) -> BTreeSet<usize> {
         let named = |operation: &&Operation| {
             operation.kind() == OpKind::HostCall && operation.op() == Op::Unspecified && operation.communicator != 0

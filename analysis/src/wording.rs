@@ -199,8 +199,8 @@ fn named_location(case: &Case<'_>, rank_indices: &[usize]) -> String {
     }
 }
 
-/// The places of ranks, as a clause: `; rank 1 is at train.py:41 in load, and rank 2 at …`. The
-/// first two places stand for all. The C functions are left out, because the evidence has them.
+/// The places of ranks, as a clause: `; rank 1 is at train.py:41 in load, and rank 2 at …`. It
+/// names only the first two places. The C functions are left out, because the evidence has them.
 fn locations(case: &Case<'_>, rank_indices: &[usize]) -> String {
     let mut places: Vec<(String, Vec<usize>)> = Vec::new();
     for &rank_index in rank_indices {

@@ -58,7 +58,7 @@ impl<'a, W: Write> RankJson<'a, W> {
     /// nanoseconds since the epoch.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// The errors of `out`.
     pub fn new(mut out: W, job: &'a Job, rank: &'a Rank, base_ns: u64) -> io::Result<Self> {
         let info = rank.head.rank.clone().unwrap_or_default();
         let device = rank.head.communicators.first().map_or(info.local_rank, |communicator| communicator.device);
@@ -173,7 +173,7 @@ impl<'a, W: Write> RankJson<'a, W> {
     /// `on_device` is its slice in the trace: those of one stream are nested or apart.
     ///
     /// # Errors
-    /// Those of the output.
+    /// The errors of the output.
     pub fn operation(&mut self, time: &Times, on_device: Option<(u64, u64)>) -> io::Result<()> {
         let map = &self.job.clocks[self.rank.node].map;
         let base_ns = self.base_ns;
@@ -205,7 +205,7 @@ impl<'a, W: Write> RankJson<'a, W> {
     /// output. `busy` is when anything ran on the device, in times of the trace.
     ///
     /// # Errors
-    /// Those of the output.
+    /// The errors of the output.
     pub fn finish(mut self, busy: &[(u64, u64)], samples: Option<&StackSamples>) -> io::Result<W> {
         let (head, map, pid) = (&self.rank.head, self.job.clocks[self.rank.node].map, self.pid);
         if let Some(lost) = self.rank.lost() {

@@ -103,7 +103,7 @@ impl Blocks<'_> {
     /// The next block; `None` at the end.
     ///
     /// # Errors
-    /// Those of the file, or that it is broken or cut from here on.
+    /// The errors of the file, or that it is broken or cut from here on.
     pub fn next_block(&mut self) -> io::Result<Option<TimelineBlock>> {
         match self {
             Blocks::Ops(reader) => reader.next_block(),

@@ -185,7 +185,7 @@ fn group(members: &[&RankSamples]) -> Group {
 /// for each thread.
 ///
 /// # Errors
-/// Those of `out`.
+/// The errors of `out`.
 pub fn write_speedscope(ranks: &[RankSamples], name: &str, mut out: impl io::Write) -> io::Result<()> {
     let mut numbers: HashMap<(&str, &str), usize> = HashMap::new();
     let mut frames: Vec<Value> = Vec::new();

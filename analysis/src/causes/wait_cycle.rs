@@ -1,5 +1,5 @@
 //! Ranks that wait for each other in a cycle: `order_mismatch`, the rank through which every cycle
-//! passes, and the ranks that did something else than they had always done.
+//! passes, and the ranks that left their own pattern.
 
 use std::collections::{BTreeMap, BTreeSet};
 

@@ -138,8 +138,8 @@ fn rests(host: &Host, dump: &Stacktrace, python: Option<&PySpyStacktrace>) -> bo
 
 /// The activity of the main thread in the first sample and in the last one, and whether the thread
 /// polls. It may be in the middle of a poll in one of the samples, in the same function. That is
-/// not progress, and the other sample shows what the thread does. A wait for something else than
-/// time says more than the sleep.
+/// not progress, and the other sample shows what the thread does. A wait for an object says more
+/// than the sleep.
 fn activities(
     before: Option<ThreadStacks<'_>>,
     main: ThreadStacks<'_>,
@@ -165,7 +165,7 @@ fn activities(
 
 /// The memory that the main thread polls, if other processes share any with it. The thread stays in
 /// one function of the program, and wakes up again and again from a sleep, or only lets other
-/// threads run. One that computes looks otherwise the same.
+/// threads run. One that computes looks the same otherwise.
 fn polling(
     before: ThreadStacks<'_>,
     main: ThreadStacks<'_>,

@@ -292,7 +292,7 @@ pub struct Nodes {
     next: NodeId,
     // Number of claims received.
     claimed: u64,
-    // Names that may stand for several jobs, or jobs that nodes call differently.
+    // Names that may belong to several jobs, or jobs that nodes call differently.
     doubtful: BTreeSet<String>,
 }
 

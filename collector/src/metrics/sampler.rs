@@ -146,7 +146,7 @@ impl Sampler {
         }
     }
 
-    /// Whether the rings must be looked at every [`PEEK`].
+    /// Whether the sampler must check the rings every [`PEEK`].
     #[must_use]
     pub(crate) fn peeks(&self) -> bool {
         self.timeline.is_on() || self.recording.is_active()

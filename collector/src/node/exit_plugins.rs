@@ -61,7 +61,7 @@ pub(super) struct RunningPlugins {
 }
 
 impl RunningPlugins {
-    /// Whether a rank is being examined: somebody else than the owner has a reference.
+    /// Whether a rank is being examined: a thread other than the owner has a reference.
     pub(super) fn are_needed(self: &Arc<Self>) -> bool {
         Arc::strong_count(self) > 1
     }

@@ -324,7 +324,7 @@ impl DeferredTimelines {
         let folder = Folder { path: path.clone() };
         let work = move |steps: &Steps| {
             let mut problems = Problems::default();
-            // Those of an earlier dump into this folder may just have come.
+            // The timelines of an earlier dump into this folder may just have come.
             folder.announce_timelines();
             if !write_timelines(&timelines, world_size, &folder, &mut problems, steps) {
                 // The disk answers again, but nobody waits any more.

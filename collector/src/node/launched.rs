@@ -92,7 +92,7 @@ const MAX_RANKS: usize = 1024;
 const MAX_BELOW: usize = 256;
 /// Number of threads of a process whose children are looked up.
 const MAX_THREADS: usize = 512;
-/// Number of threads of a rank whose children are looked at, each once a second: the main thread
+/// Number of threads of a rank whose children are checked, each once a second: the main thread
 /// starts most of them.
 const MAX_STARTERS: usize = 1;
 /// By this age a process has executed its final program.
@@ -237,7 +237,7 @@ impl Launched {
         for LaunchedCommand { process: command, .. } in self.commands.clone() {
             let mut above = vec![command.pid];
             // The descendants of a rank are its helpers, which may be many. Only its children, such
-            // as the workers of a pool, are looked at.
+            // as the workers of a pool, are checked.
             let mut registered: Vec<i32> = Vec::new();
             if is_registered(command.pid, command.start) {
                 std::mem::swap(&mut above, &mut registered);

@@ -44,7 +44,7 @@ fn views(registry: &Registry) -> impl Iterator<Item = RankView<'_>> {
 }
 
 impl NodeState {
-    /// The longest time until the rings must be looked at.
+    /// The longest time until the rings must be checked.
     pub(super) fn next_peek(&self) -> Duration {
         let is_running = self.registry.ranks().any(|rank| rank.ring.is_some() && rank.has_process());
         if self.sampler.peeks() && is_running || !self.detailed.is_empty() { PEEK } else { TICK }
@@ -162,7 +162,7 @@ impl NodeState {
         }
         let jobs: Vec<JobKey> = self.registry.jobs().into_iter().collect();
         let alive: Vec<JobKey> = jobs.iter().filter(|job| self.registry.is_alive(job)).cloned().collect();
-        // Without a name, a running job is meant.
+        // Without a name, the request is for a running job.
         let choice = if wanted.job.is_none() && !alive.is_empty() { &alive } else { &jobs };
         let job = wanted_job(choice, wanted.job.as_deref())?;
         match &wanted.ranks {

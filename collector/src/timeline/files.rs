@@ -58,7 +58,7 @@ impl RankOperations {
     /// Writes the file. Returns the number of its operations.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// The errors of `out`.
     pub(crate) fn write(&self, mut out: &mut dyn Write) -> io::Result<u64> {
         timeline::write(&mut out, Part::Head(self.head()))?;
         let mut operations = 0;

@@ -426,11 +426,12 @@ pub(crate) struct Attributes {
     pub trans_b: c_int,
 }
 
-/// Those of cuBLASLt. MACA is assumed to use the same numbers; its header was not available.
+/// The attributes of cuBLASLt. MACA is assumed to use the same numbers; its header was not
+/// available.
 const CUBLAS_LT: Attributes =
     Attributes { kind: 0, rows: 2, columns: 3, leading: 4, batch: 5, stride: 6, trans_a: 3, trans_b: 4 };
 
-/// Those of hipBLASLt in ROCm 6 and 7.
+/// The attributes of hipBLASLt in ROCm 6 and 7.
 const HIPBLAS_LT: Attributes =
     Attributes { kind: 2, rows: 4, columns: 5, leading: 6, batch: 0, stride: 1, trans_a: 0, trans_b: 1 };
 

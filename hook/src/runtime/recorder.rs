@@ -229,23 +229,23 @@ impl Bracketed {
     }
 }
 
-/// The launches that are looked at, and the kinds of operations among them.
+/// The launches whose Python stacks are read, and the kinds of operations among them.
 #[derive(Default)]
 pub(crate) struct LaunchStacks {
-    /// Launches that are still looked at. Every operation reads it.
+    /// Number of launches whose stacks are still to be read. Every operation reads this word.
     left: AtomicU32,
     is_started: AtomicBool,
     seen: OnceLock<Box<[AtomicU64]>>,
 }
 
 impl LaunchStacks {
-    /// Whether the next launch is looked at.
+    /// Whether the stack of the next launch is read.
     #[inline(always)]
     pub(crate) fn are_wanted(&self) -> bool {
         self.left.load(Ordering::Relaxed) != 0
     }
 
-    /// Counts a launch. False if enough were looked at.
+    /// Counts a launch. False if enough stacks were read.
     fn count(&self) -> bool {
         self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
     }

@@ -491,8 +491,8 @@ fn resolve(api: &'static Api, state: &mut State) {
     }
 }
 
-/// Follows names from a module. Nothing but dictionaries is looked at, so no code of the program
-/// runs, such as that of a module that imports its parts when they are used.
+/// Follows names from a module. It reads only dictionaries, so no code of the program runs, such as
+/// that of a module that imports its parts when they are used.
 fn find(api: &'static Api, module: Owned, path: &[CString]) -> Option<Owned> {
     path.iter().try_fold(module, |object, name| {
         if !api.is_class(&object) {

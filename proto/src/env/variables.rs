@@ -62,7 +62,7 @@ variables! {
     XPU_TIMER_TIMELINE_MB = "64", "megabytes of memory for these operations, of all ranks of a node together; the oldest leave first";
     XPU_TIMER_TIMELINE_TRACE_COUNT = "1000", "operations of a rank that xpu_timer_dump_timeline records, if the request does not say";
     XPU_TIMER_ALL_DUMP_TIMELINE = "1", "0: of the ranks that xpu_timer_dump_timeline records, only rank 0 writes a .timeline.meta";
-    XPU_TIMER_DUMP_STACK_COUNT = "0", "launches of a rank that are looked at for Python stacks: a timeline has that of the first launch of each kind; 0: none";
+    XPU_TIMER_DUMP_STACK_COUNT = "0", "launches of a rank whose Python stacks are read: a timeline has the stack of the first launch of each kind; 0: none";
     XPU_TIMER_HOST_TRACING_FUNC = "", "Python functions whose calls are recorded, comma separated: module@object@function; CPython 3.8 and newer; see docs/timeline.md";
     XPU_TIMER_WEBHOOK = "", "URL to which every verdict is posted as JSON";
     XPU_TIMER_KEEP_INCIDENTS = "200", "number of incident folders to keep, for hangs, dumps on demand and promoted captures each; 0: all";

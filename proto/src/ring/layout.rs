@@ -43,7 +43,7 @@ pub mod header {
     /// nanoseconds. While it is 0, [`super::op::STARTED_NS`] and [`super::op::COMPLETED_NS`] are
     /// late by up to 0.1 s.
     pub const ALIGNED_NS: usize = 10;
-    /// Number of launches that are looked at for Python stacks; 0 if no stacks are wanted.
+    /// Number of launches whose Python stacks are read; 0 if no stacks are wanted.
     pub const STACKS_WANTED: usize = 11;
     /// Number of [`super::stack`] entries in use. The last ones may not be published yet.
     pub const STACKS: usize = 12;

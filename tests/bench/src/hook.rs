@@ -299,8 +299,7 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
     }
 }
 
-/// A launch while every kernel is recorded in detail. The events are the same as with
-/// `XPU_TIMER_BRACKET=all`.
+/// A launch while every kernel is recorded in detail, with the events of `XPU_TIMER_BRACKET=all`.
 fn detailed(bench: &Bench, record: f64, options: &Options, report: &mut Report) {
     let what = "launch in detail without its two event records, 1 thread: median (p90)";
     let measured = bench.calls_with(&[("XPU_TIMER_BRACKET", "all")], "launch", 1, options.rounds, 128);

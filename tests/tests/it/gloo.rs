@@ -48,7 +48,7 @@ fn forky() -> Option<Torch> {
     }
 }
 
-/// That of PyPI, which is linked with the libraries of a device; nothing asks for one.
+/// PyPI's torch, which is linked with the libraries of a device; no test here needs a device.
 fn on_cpu() -> Option<(Torch, MutexGuard<'static, ()>)> {
     let (torch, turn) = pypi()?;
     let library_path = torch.library_path().expect("the libraries of stubs");

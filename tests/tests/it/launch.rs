@@ -1,5 +1,6 @@
-//! `xpu_timer_launch`: what the command gets, the collector that it finds or starts, and variables
-//! that name something else than a file: it prints one line, and no process waits for it.
+//! `xpu_timer_launch`: the environment of the command, the collector that it finds or starts, and
+//! variables that name something other than a file: it prints one line, and no process waits for
+//! it.
 
 use std::{
     ffi::OsStr,
@@ -631,7 +632,7 @@ fn other_variables_that_do_not_name_a_file_print_one_line_each() {
         assert!(begun.elapsed() < PATIENCE / 2, "{name}={path:?}: {:?}", begun.elapsed());
         output.stderr
     };
-    // Nobody answers at the socket, and the program is looked for.
+    // Nobody answers at the socket, and the launcher searches for the program.
     for path in &traps.paths {
         let stderr = run("XPU_TIMER_DAEMON_PATH", path);
         assert!(

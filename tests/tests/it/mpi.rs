@@ -23,7 +23,7 @@ use xpu_timer_tests::{
 const RANKS: u32 = 4;
 /// Rounds of the C program before its fault.
 const ROUNDS: u64 = 20;
-/// Those of them that have the rarer calls as well.
+/// Rounds that also have the rarer calls.
 const RARER: u64 = 4;
 
 /// An MPI library and its programs.

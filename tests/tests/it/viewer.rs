@@ -231,7 +231,7 @@ fn files_that_are_no_dumps_are_named_and_left_out() {
     let write = |name: &str, bytes: &[u8]| fs::write(dir.path().join(name), bytes).unwrap();
     write("00001-00012.stacktrace", &bytes[..bytes.len() - 3]);
     write("00002-00012.stacktrace", b"");
-    write("00003-00012.stacktrace", b"This is no protobuf message, but a note that somebody left here.\n");
+    write("00003-00012.stacktrace", b"This is not a protobuf message, but a note that somebody left here.\n");
     write("00004-00012.stacktrace", b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0");
     write("00005-00012.stacktrace", &[0u8; 4096]);
     let mut latin = bytes.clone();

@@ -288,7 +288,7 @@ fn several(search: &Search<'_>, descriptors: Vec<(i32, Operation)>) -> Option<Aw
 /// A call that waits for the end of a child.
 fn child(search: &Search<'_>, number: i64, first: u64, second: u64) -> Option<Awaited> {
     let wanted = match number {
-        // 0 and negative numbers stand for any child, or any of a process group.
+        // 0 and negative numbers mean any child, or any of a process group.
         libc::SYS_wait4 => Some(first as i32).filter(|pid| *pid > 0),
         _ if first == libc::P_PID as u64 => Some(second as i32),
         _ if first == libc::P_PIDFD as u64 => {

@@ -443,9 +443,9 @@ fn state_of(site: &Site) -> Option<GetState> {
 enum Ended {
     /// The one at this address.
     Context(usize),
-    /// Those of a device. The hook does not know them, so all contexts get a new generation.
+    /// The contexts of a device. The hook does not know them, so all contexts get a new generation.
     All,
-    /// Those of a device, if that was the last reference to its primary context.
+    /// The contexts of a device, if that was the last reference to its primary context.
     IfInactive { device: c_int, state: Option<GetState> },
 }
 

@@ -54,7 +54,7 @@ pub(crate) struct Config {
     pub log_mode: u32,
     /// The operations that get events.
     pub bracket: Bracket,
-    /// Number of launches that are looked at for Python stacks.
+    /// Number of launches whose Python stacks are read.
     pub stack_launches: u32,
     /// `XPU_TIMER_HOST_TRACING_FUNC`, empty for none.
     pub traced_functions: String,

@@ -32,7 +32,7 @@ pub(crate) struct Codes {
     used: AtomicUsize,
 }
 
-/// Those of this process.
+/// The codes of this process.
 pub(crate) static CODES: Codes = Codes::new();
 
 impl Codes {

@@ -58,7 +58,7 @@ struct ConnectionState {
 }
 
 impl Connection {
-    /// That of a context, if its streams share one.
+    /// The connection of a context, if its streams share one.
     fn of(context: u64) -> Option<Arc<Self>> {
         let mut all = CONNECTIONS.lock().unwrap_or_else(PoisonError::into_inner);
         HAS_ONE_CONNECTION.then(|| Arc::clone(all.entry(context).or_default()))

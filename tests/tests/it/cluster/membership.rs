@@ -308,8 +308,7 @@ fn agents_on_three_nodes_restart_a_job_that_hung() {
                 .args(["--nproc-per-node=1", "--max-restarts=1", "--rdzv-id=agents"])
                 .arg(format!("--nnodes={NODES}"));
             command.arg(format!("--rdzv-endpoint={}:29400", network.address(1)));
-            // All have the name of this machine, by which an agent knows whether it is the one that
-            // is meant.
+            // All have the name of this machine, by which an agent knows whether it is the host.
             command.arg(format!("--rdzv-conf=is_host={}", u32::from(member == 1)));
             command.arg(format!("--local-addr={}", network.address(member)));
             let process = Process::spawn(command.arg(&script));
