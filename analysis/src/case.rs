@@ -277,7 +277,7 @@ impl<'a> Case<'a> {
     }
 
     /// The stuck child process for which a rank waits: the rank waits for a loader or for a lock,
-    /// or nothing else is known of its wait.
+    /// or its wait is otherwise unknown.
     pub(crate) fn stuck_child(&self, rank_index: usize) -> Option<StuckHelper> {
         let waits_inside = self.does(rank_index, Activity::DataLoader) || self.does(rank_index, Activity::Lock);
         let explains = |child: &StuckHelper| child.is_dead() || waits_inside || self.awaited(rank_index).is_none();

@@ -87,7 +87,7 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// A main thread with these stacks, root first, each for so many seconds at two samples a
+    /// A main thread with these stacks, root first, each for its number of seconds at two samples a
     /// second.
     fn samples(stacks: &[(&[&str], u64)]) -> StackSamples {
         let mut samples = StackSamples { period_ns: SECOND / 2, ..StackSamples::default() };

@@ -19,7 +19,7 @@ use xpu_timer_proto::{
 
 use crate::text;
 
-/// A part is longer if its share exceeds that of the peers by so much.
+/// A part is longer if its share exceeds that of the peers by this much.
 const LEAST: f64 = 0.02;
 /// Parts that are named.
 const MOST_NAMED: usize = 3;

@@ -73,8 +73,8 @@ pub use prost::{
 /// capture writes it, and the judge reads it.
 pub const LISTENS: &str = "anybody who connects";
 
-/// Maximum number of tasks of a thread that the capture shows. The judge knows that there may be
-/// more if there are so many.
+/// Maximum number of tasks of a thread that the capture shows. If a capture has this number, the
+/// judge assumes that there may be more.
 pub const MAX_SUSPENDED: usize = 256;
 
 /// Start of the name of an awaited datagram socket from which a process expects a reply. The path

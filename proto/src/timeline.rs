@@ -24,7 +24,7 @@ pub const EXTENSION: &str = "ops";
 /// A file of an incident folder, as long as the timelines of its ranks are still being fetched or
 /// written.
 pub const PENDING: &str = "timelines.pending";
-/// A full block has so many operations. A reader accepts no larger block.
+/// Number of operations of a full block. A reader accepts no larger block.
 pub const BLOCK_OPERATIONS: usize = 4096;
 /// A larger chunk is not read.
 const MOST_CHUNK_BYTES: u64 = 64 << 20;

@@ -96,7 +96,7 @@ def hangs():
     cases.append(Hang("torchrun-absent", [*torchrun, "--fault", "absent"], {"missing_rank", "storage_io"}, "1", ["read_shard"]))
     for mode in ("sync", "stream", "event", "copy", "free", "queue", "graph", "host", "query"):
         linked = "static" if mode in ("sync", "queue", "graph") else "shared"
-        # The driver is polled in vain in `query`, and no call says that it waits.
+        # `query` polls the driver without success, and no call shows that it waits.
         expected = {"unknown"} if mode == "query" else {"kernel_hang"}
         named = ["wait_for_flag"] if mode in ("sync", "stream", "event", "copy", "free") else []
         # Without a rank, a recorded operation or a blocked watcher, a job that only waits for its

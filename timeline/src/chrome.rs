@@ -260,7 +260,7 @@ fn text(value: &str) -> String {
     Value::from(printable::line(value)).to_string()
 }
 
-/// NCCL's name of a collective kernel, with what is known of it.
+/// NCCL's name of a collective kernel, with its known parts.
 fn collective_name(shape: &Operation) -> String {
     if shape.function.starts_with("nccl") && shape.function.contains("Kernel") {
         return shape.function.clone();
@@ -277,8 +277,8 @@ fn collective_name(shape: &Operation) -> String {
     format!("ncclDevKernel_{name}{parts}{algorithm}(ncclDevKernelArgsStorage<4096ul>)")
 }
 
-/// The function of a kernel, else what is known of it. A product is named after its shape as well,
-/// because the name of the called C function says little.
+/// The function of a kernel, else the name of its operation. A product is named after its shape as
+/// well, because the name of the called C function says little.
 fn kernel_name(shape: &Operation, meaning: &Meaning) -> String {
     match (shape.op(), shape.function.as_str()) {
         (Op::Matmul | Op::Attention, function) if !function.is_empty() => format!("{function} {}", meaning.name),

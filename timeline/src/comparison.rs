@@ -21,13 +21,13 @@ use crate::{
 const BUCKET_BITS: u32 = 44;
 /// Rows of a table and boxes of a picture.
 const MOST_ROWS: usize = 16;
-/// A rank is slow in an operation if its median is so much longer than that of the others, and the
+/// A rank is slow in an operation if its median is this many times that of the others, and the
 /// operation is not rare.
 const SLOW: f64 = 1.05;
 const FEWEST: u64 = 10;
 /// Median absolute deviations between ranks that are normal.
 const NORMAL_SPREAD: f64 = 5.0;
-/// A rank holds up a communicator if it starts last so often.
+/// A rank holds up a communicator if it starts last in this share of the collectives.
 const OFTEN_LAST: f64 = 0.8;
 
 /// The values to compare.

@@ -293,7 +293,7 @@ pub fn covered(intervals: &[(u64, u64)], step_ns: u64) -> Vec<(u64, u64)> {
 pub const BUSY: &str = "GPU busy";
 /// See [`BUSY`].
 pub const MEMORY: &str = "allocated memory";
-/// The counter of the busy device has a value for each step of so long.
+/// Time between two values of the counter of the busy device.
 const COUNTER_STEP_NS: u64 = 100_000_000;
 
 /// How busy the device of a rank was, in percent. `busy` is when an operation ran that has

@@ -139,7 +139,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
 }
 
 /// A missing rank, for which others wait in the creation of a communicator: a process with the same
-/// parent as the other ranks has not come so far, or that parent cannot start it.
+/// parent as the other ranks is not yet a rank, or that parent cannot start it.
 fn not_yet_a_rank(case: &Case<'_>, suspect: &Suspect, rank_index: usize, wanted: Cause) -> Option<Finding> {
     let event = case.main_event(suspect).filter(|event| matches!(event, Event::Init { .. } | Event::Split { .. }))?;
     let ToCome { process: end, state, is_that_rank, .. } = case.graph.to_come(rank_index)?;

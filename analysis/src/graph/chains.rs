@@ -29,7 +29,7 @@ pub(super) enum End {
     Back,
     /// A process that waits for clients.
     AtRest(Member),
-    /// Several processes are possible, or nothing is known of the next one.
+    /// Several processes are possible, or the next one is unknown.
     Unknown,
 }
 

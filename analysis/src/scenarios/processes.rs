@@ -1348,7 +1348,7 @@ fn a_process_that_is_to_become_the_missing_rank_is_the_culprit() {
     );
     let expected = "Process 1040 (zygote), which belongs to the job and is not yet a rank, is stopped";
     assert!(stopped.sentence.starts_with(expected), "{}", stopped.sentence);
-    // A worker that has not come so far, beside a monitor.
+    // A worker that has not registered yet, beside a monitor.
     let locked = judged(&|job| {
         job.process(51, "worker 2", Stack::lock()).parent_pid = 1040;
         job.process(52, "monitor", Stack::sleep()).parent_pid = 1040;

@@ -1,4 +1,4 @@
-//! The two samples of a dump, what is known of a process and its main thread, and what moved
+//! The two samples of a dump, the facts about a process and its main thread, and the changes
 //! between the samples.
 
 use xpu_timer_proto::{

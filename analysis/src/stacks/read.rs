@@ -1,4 +1,4 @@
-//! Combines the samples of a dump into what is known of a process, and finds the thread that
+//! Combines the samples of a dump into the facts about a process, and finds the thread that
 //! represents it: the main thread, or the training thread while the main thread only waits for it.
 
 use std::collections::{HashMap, HashSet};

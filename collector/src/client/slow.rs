@@ -27,9 +27,9 @@ const MOST_BYTES: usize = 256 << 20;
 /// The operations to compare.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
-    /// How many seconds of them.
+    /// The window.
     pub window: Duration,
-    /// First record every kernel for so long.
+    /// First record every kernel for the length of the window.
     pub detail: bool,
 }
 

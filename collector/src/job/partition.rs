@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A process, identified by pid and start time.
 pub(crate) type ProcessId = (i32, u64);
 
-/// A process and what is known of its membership in a job.
+/// A process and the known facts about its membership in a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Member {
     /// `None` if it is not visible in this PID namespace.

@@ -69,8 +69,8 @@ impl Subject {
         (!process::is_alive(parent)).then_some(parent.0)
     }
 
-    /// The launched command above this process, if it has ended. `is_known` tells of a command
-    /// whether this collector knows that. A command of another PID namespace only seems to have
+    /// The launched command above this process, if it has ended. `is_known` returns whether this
+    /// collector knows that for a command. A command of another PID namespace only seems to have
     /// ended.
     #[must_use]
     pub(super) fn ended_command(&self, is_known: impl Fn(ProcessId) -> bool) -> Option<ProcessId> {

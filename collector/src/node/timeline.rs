@@ -36,7 +36,7 @@ use crate::{
 const CHUNKS: usize = 2;
 /// The longest time for which every kernel is recorded.
 const LONGEST_DETAIL: Duration = Duration::from_secs(600);
-/// Detail for a request of the original tool is requested for so long at a time.
+/// The time for which one request to the hooks asks for detail, for a request of the original tool.
 const TRACE_DETAIL_NS: u64 = 4_000_000_000;
 
 fn views(registry: &Registry) -> impl Iterator<Item = RankView<'_>> {

@@ -57,11 +57,11 @@ enum LaunchTargetFunctions {
 
 static DEVICE: LeakedOnce<Device> = LeakedOnce::new();
 
-/// When the driver was last searched in vain, by the coarse clock.
+/// Time of the last unsuccessful search for the driver, by the coarse clock.
 static SEARCHED_NS: AtomicU64 = AtomicU64::new(0);
 
-/// Pause after a search in vain. It takes milliseconds, because the linker looks into all folders
-/// of its path, and a program on another device never has this driver.
+/// Pause after an unsuccessful search. A search takes milliseconds, because the linker looks into
+/// all folders of its path, and a program on another device never has this driver.
 const SEARCH_PAUSE_NS: u64 = 500_000_000;
 
 /// The driver, once it is loaded. It may be missed for half a second. A driver that lacks one of

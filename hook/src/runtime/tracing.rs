@@ -503,7 +503,7 @@ fn find(api: &'static Api, module: Owned, path: &[CString]) -> Option<Owned> {
     })
 }
 
-/// Decorators are followed to so many functions.
+/// Maximum number of decorated functions to follow.
 const MOST_WRAPPERS: usize = 16;
 
 /// A function, or the function that it decorates: the code of a decorator is shared by all
@@ -551,7 +551,7 @@ fn counted_none() -> Reference {
 /// The first argument of an event: the code object. Null if there is none.
 ///
 /// # Safety
-/// The interpreter passes so many arguments.
+/// `count` is the number of arguments that the interpreter passes.
 #[inline]
 unsafe fn first(arguments: *const Reference, count: isize) -> Reference {
     // SAFETY: the caller's promise.

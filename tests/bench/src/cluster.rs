@@ -64,7 +64,7 @@ const TOKEN_FILE: &str = "XPU_TIMER_COLLECTOR_TOKEN_FILE";
 /// Descriptors of this process besides those of the connections.
 const SPARE_DESCRIPTORS: u64 = 1024;
 const TIMELINES_LIMIT: Duration = Duration::from_secs(10);
-/// An incident of a large job keeps the timelines of at most so many culprits and groups.
+/// The maximum number of culprits and groups whose timelines an incident of a large job keeps.
 const MOST_TIMELINES: usize = 32;
 
 /// Runs the benchmark. Returns whether all limits hold.

@@ -106,7 +106,7 @@ pub fn hybrid(name: &str, tp: u32, pp: u32, dp: u32) -> Scenario {
 }
 
 impl Scenario {
-    /// The same program for this time, if it is healthy or idle and can run for so long.
+    /// The same program for this time, if it is healthy or idle and can run that long.
     pub fn lasting(mut self, time: Duration) -> Option<Self> {
         match self.truth {
             Truth::Written(Expected::Quiet(_)) => self.truth = Truth::Written(Expected::Quiet(time)),

@@ -186,7 +186,7 @@ fn set_node(rank: &mut RankEvidence, node: impl Fn(&RankEvidence) -> String) {
     }
 }
 
-/// Nothing is known of what changed between the samples.
+/// The changes between the samples are unknown.
 fn one_sample(rank: &mut RankEvidence) {
     if let Some(host) = &mut rank.host {
         (host.moved, host.d_sleep, host.gil_holder, host.same_in_both) = (None, None, None, true);

@@ -69,8 +69,8 @@ fn thread(captured: &ProcessCapture, tid: i32) -> &PstackStacktrace {
     found.unwrap_or_else(|| panic!("thread {tid} is missing in {captured:#?}"))
 }
 
-/// Captures until the main thread has come to rest in its innermost function, and checks all that
-/// is known of the program.
+/// Captures until the main thread has come to rest in its innermost function, and checks all known
+/// facts about the program.
 #[track_caller]
 fn check_program(pid: i32) -> ProcessCapture {
     let captured = capture_at_rest(pid, "inner_most");

@@ -291,7 +291,7 @@ fn begin_ns(started_ns: u64, entered_ns: u64) -> u64 {
 
 /// Collects the bars of a lane.
 struct LaneBuilder {
-    /// A bar takes up operations that begin so soon after it, in nanoseconds.
+    /// A bar includes operations that begin within this time after it, in nanoseconds.
     resolution: u64,
     /// Bars of the rows of the lane.
     rows: [Vec<Bar>; 3],

@@ -38,7 +38,7 @@ const GAP_BYTES: u64 = 1024;
 /// More known code objects than this are forgotten.
 const MAX_CODES: usize = 1 << 15;
 
-/// After so many samples of only some threads, all are read, whatever the GIL says.
+/// After this number of samples of only some threads, all are read, whatever the GIL says.
 const MAX_PARTIAL_SAMPLES: usize = 25;
 /// Where fewer threads are sampled, all are always read.
 const MIN_THREADS_TO_SKIP: usize = 5;

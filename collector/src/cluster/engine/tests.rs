@@ -431,7 +431,7 @@ fn files_are_fetched_after_the_job_has_ended() {
     for name in ["00000-00002.stacktrace", ""] {
         cluster.file(&id, &key, name, at(43));
     }
-    assert!(cluster.hub.engine.incidents[&id].drawing, "all have come");
+    assert!(cluster.hub.engine.incidents[&id].drawing, "all files have arrived");
     // The thread writes them before it draws.
     cluster.wait_drawn();
     let root = cluster.folder.path().join("timeline");

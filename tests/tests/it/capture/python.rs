@@ -59,7 +59,7 @@ pub struct Script {
 }
 
 /// All versions that are there; the others are skipped out loud. No Debian has a free-threaded
-/// build, so nothing is said of those.
+/// build, so they are not checked.
 pub fn all() -> Vec<Python> {
     let minor =
         |version: &str| version.trim_start_matches("3.").trim_end_matches('t').parse().expect("a minor version");

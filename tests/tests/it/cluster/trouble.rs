@@ -86,7 +86,7 @@ fn two_jobs_over_the_same_nodes_hang_at_once() {
     cluster.wait_ranks("two", 2);
     nodes[0].hooks[0].hang(3);
     nodes[1].hooks[1].hang(3);
-    // Either may be finished first, so that `latest` says nothing of the other one.
+    // Either may be finished first, so that `latest` says nothing about the other one.
     let reported = || cluster.job.incidents().iter().filter(|one| one.path.join("report.html").exists()).count() == 2;
     wait_until(PATIENCE, "both incidents have their report", reported);
     let mut jobs: Vec<(String, usize)> = cluster

@@ -273,10 +273,10 @@ fn every_function_records_what_its_line_lists() {
     }
 }
 
-/// Bytes that one rank's call of a function speaks of, which its own document says: the rows have
-/// 64 elements where a call says what it sends or reduces and 32 where it says what it receives, of
-/// two bytes in the libraries of devices and of four in MPI. `None` for a call that is not a
-/// message or collective of one size.
+/// Bytes that one rank's call of a function names, by the library's own documentation: the rows
+/// have 64 elements where a call says what it sends or reduces and 32 where it says what it
+/// receives, of two bytes in the libraries of devices and of four in MPI. `None` for a call that is
+/// not a message or collective of one size.
 fn bytes_by_the_document(name: &str) -> Option<u64> {
     let mpi = name.trim_start_matches('P').strip_prefix("MPI_").or_else(|| name.strip_prefix("MPIX_"));
     let Some(mpi) = mpi else {

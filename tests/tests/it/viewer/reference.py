@@ -197,7 +197,7 @@ def picture(path, folded, title):
     root = ElementTree.parse(path).getroot()
     if root.get("width") != "1600":
         yield f"{path}: width {root.get('width')}"
-    # A picture of nothing says so in place of its title.
+    # An empty picture says so in place of its title.
     if folded and not any(node.text == title for node in root.iter(SVG + "text")):
         yield f"{path}: no title {title!r}"
     expected, inner = Counter(), Counter()
