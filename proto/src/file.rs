@@ -144,7 +144,7 @@ mod tests {
                 assert!(error.contains(why), "{}: {error}", path.display());
             }
         }
-        assert!(begun.elapsed() < PATIENCE, "nothing was waited for");
+        assert!(begun.elapsed() < PATIENCE, "the open did not wait");
         fs::remove_dir_all(folder).unwrap();
     }
 

@@ -5,11 +5,11 @@ communicate, then perhaps a fault.
 
 What NCCL moves is right and is checked; the kernels of a simulated device compute nothing, so
 losses mean nothing, and all_gather_object, which takes a maximum on the device, cannot be used.
-Faults, on --fault-rank, in the middle of the steps: `ddp`, `fsdp2`: it does not come to a step;
+Faults, on --fault-rank, in the middle of the steps: `ddp`, `fsdp2`: it does not reach a step;
 `tensor_parallel`: it stays away from its tensor-parallel group, on which the others wait in a
-chain; `pipeline`: it does not hand on what the next stage receives; `skip`: it leaves out one
+chain; `pipeline`: it does not send what the next stage receives; `skip`: it leaves out one
 all_reduce and goes on; `shapes`: it leaves out one bucket of another size; `exception`: it raises;
-`once`: as `ddp`, but only before the first restart; `sharded`: it does not come to a step of FSDP
+`once`: as `ddp`, but only before the first restart; `sharded`: it does not reach a step of FSDP
 over tensor parallelism; `objects`: it stays away from an all_gather_object on gloo; `checkpoint`:
 its part of a checkpoint cannot be written.
 """

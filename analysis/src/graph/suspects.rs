@@ -129,7 +129,7 @@ impl Builder<'_, '_> {
 
     /// The ranks inside the creation of a communicator, if others wait for each of them in the
     /// creation of an earlier one: they have left that creation without the others, so the others
-    /// cannot come to theirs.
+    /// cannot reach theirs.
     fn gone_ahead(&self, event: usize, into: &HashMap<usize, Vec<Event>>) -> Vec<Suspect> {
         let creation = |event: &Event| matches!(event, Event::Init { .. } | Event::Split { .. });
         if !creation(&self.events[event]) {

@@ -448,9 +448,9 @@ mod tests {
         let mut launched = Launched::default();
         launched.add(command(&agent));
         launched.scan(Path::new("/other"), |_, _| false);
-        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(1, false)], "it talks to another collector");
+        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(1, false)], "it uses another collector");
         launched.scan(Path::new("/s"), |other, _| other == pid);
-        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [], "who has registered speaks for itself");
+        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [], "a registered process reports for itself");
         launched.scan(Path::new("/s"), |_, _| false);
         assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(4, false)]);
         let fds = launched.fds().count();

@@ -390,7 +390,7 @@ mod tests {
         assert_eq!(world(&[subject(0, -1, 0, 0), subject(3, -1, 0, 0)]), (4, None));
         assert_eq!(world(&[subject(0, 0, 0, 2)]), (2, None));
         assert_eq!(world(&[]), (0, None));
-        assert_eq!(world(&[subject(2, 0, u32::MAX, 4)]), (4, None), "more ranks here than there are");
+        assert_eq!(world(&[subject(2, 0, u32::MAX, 4)]), (4, None), "more ranks on the node than in the world");
         assert_eq!(world(&[subject(i32::MAX as u32, 0, u32::MAX, u32::MAX)]), (u32::MAX, None));
     }
 }

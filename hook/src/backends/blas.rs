@@ -531,7 +531,7 @@ mod tests {
         assert_eq!([2, 0, 1, 3, 14].map(dtype_of), types);
         assert_eq!([150, 151, 152, 160, 168].map(dtype_of), types);
         assert_eq!([4, 5, 154, 155].map(dtype_of), [DataType::Complex64, DataType::Complex128].repeat(2)[..]);
-        assert_eq!([6, 169, 255].map(dtype_of), [DataType::Unspecified; 3], "complex halves and none");
+        assert_eq!([6, 169, 255].map(dtype_of), [DataType::Unspecified; 3], "complex half types and an unknown type");
     }
 
     #[test]

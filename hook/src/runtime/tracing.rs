@@ -6,11 +6,11 @@
 //! executes it between two instructions, with the GIL, and registers native functions: with
 //! `sys.monitoring` for events on the code of the listed functions alone, or before CPython 3.12 as
 //! the pointers through which these functions are called, and in `gc.callbacks`. Functions of
-//! modules that come later are found when `importlib` has loaded a module: the hook traces the
-//! function that loads it, so there is no import hook.
+//! modules that are imported later are found when `importlib` has loaded a module: the hook traces
+//! the function that loads it, so there is no import hook.
 //!
-//! Architecture Invariant: the interpreter never sees a failure of this code, and runs nothing but
-//! native functions of it.
+//! Architecture Invariant: the interpreter never sees a failure of this code, and runs only native
+//! functions of it.
 
 pub(crate) mod callbacks;
 pub(crate) mod interpreter;

@@ -288,10 +288,8 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
                     let health = calls.flight.health.unwrap_or_default();
                     let own = health.collective_cost_ns as f64 / health.collective_samples.max(1) as f64;
                     let samples = health.collective_samples;
-                    report.note(
-                        "  cost by the hook's own report, records included",
-                        format!("{own:.0} ns ({samples})"),
-                    );
+                    report
+                        .note("  cost by the hook's own report, records included", format!("{own:.0} ns ({samples})"));
                 }
             }
             Err(error) => report.failed(&what, &error),

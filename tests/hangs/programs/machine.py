@@ -205,7 +205,7 @@ def in_strace():
 
 
 def extension():
-    """The source of an extension that the compiler never comes to the end of: a file that includes
+    """The source of an extension whose end the compiler never reaches: a file that includes
     itself twice, 40 deep."""
     source = os.path.join(tempfile.mkdtemp(), "fused_norm.cpp")
     with open(source, "w") as file:

@@ -124,7 +124,7 @@ def pipe_of_dead_child():
 
 
 def barrier_of_processes():
-    """A barrier for two processes, to which the other one never comes."""
+    """A barrier for two processes, which the other one never reaches."""
     multiprocessing.get_context("fork").Barrier(2).wait()
 
 

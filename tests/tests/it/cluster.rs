@@ -591,7 +591,7 @@ fn dumps_by_hand_and_the_incidents_command() {
     assert!(lines[1].starts_with(id) && lines[1].contains(" hand "), "{list:?}");
     let sentence = text(cluster.job.dir.join(format!("timeline/incident-{id}/verdict.json")));
     let sentence: Value = serde_json::from_str(&sentence).expect("JSON");
-    assert_eq!(lines[2].trim_start(), sentence["sentence"], "of a pipe nothing is cut off");
+    assert_eq!(lines[2].trim_start(), sentence["sentence"], "output to a pipe is not truncated");
     let shown = command(&["show", id]);
     assert_eq!(shown.stdout, text(cluster.job.dir.join(format!("timeline/incident-{id}/verdict.txt"))));
     let pending = cluster.job.dir.join(format!("timeline/incident-{id}")).join(PENDING);

@@ -87,7 +87,7 @@ fn every_rank_under_its_own_launcher_as_under_mpirun() {
         fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim().starts_with("xpu_timer_colle"))
     });
     assert_eq!(collectors.count(), 2, "one collector: its supervisor and its worker");
-    assert!(ranks.iter().all(|rank| rank.stderr().is_empty()), "nothing is said: {:?}", ranks[0].stderr());
+    assert!(ranks.iter().all(|rank| rank.stderr().is_empty()), "rank 0 prints nothing: {:?}", ranks[0].stderr());
 }
 
 #[test]

@@ -73,8 +73,16 @@ const WAYS: [Way; 31] = [
     way("retries", "exception that is handled again and again", BAD_SAMPLE),
     way("error-file", "exception only in the error file of torchelastic", &["ValueError: a bad sample"]),
     signal("segv", "invalid memory access", &["SIGSEGV in ", "memset", ", called at failing.py:"]),
-    signal("segv-faulthandler-first", "invalid memory access, with faulthandler enabled before", &["SIGSEGV in ", "memset"]),
-    signal("segv-faulthandler-later", "invalid memory access, with faulthandler enabled later", &["SIGSEGV in ", "memset"]),
+    signal(
+        "segv-faulthandler-first",
+        "invalid memory access, with faulthandler enabled before",
+        &["SIGSEGV in ", "memset"],
+    ),
+    signal(
+        "segv-faulthandler-later",
+        "invalid memory access, with faulthandler enabled later",
+        &["SIGSEGV in ", "memset"],
+    ),
     signal("segv-thread", "invalid memory access in a thread", &["SIGSEGV in ", "memset", ", thread "]),
     signal("abort", "`os.abort`", &["SIGABRT in os_abort"]),
     signal("terminate", "uncaught exception of C++", &["SIGABRT in ", ": std::runtime_error: the shard has no rows"]),

@@ -456,7 +456,7 @@ fn training_continues_without_a_collector() {
     let job = Job::new();
     trains_undisturbed(&job, |_| {});
     let log = job.log();
-    assert_eq!(log.lines().count(), 1, "said once: {log}");
+    assert_eq!(log.lines().count(), 1, "logged once: {log}");
     assert!(log.contains("no node collector"), "{log}");
 }
 

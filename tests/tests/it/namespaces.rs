@@ -129,7 +129,7 @@ fn files_visible_to_the_target_only() {
     unshare.args(["--mount", "sh", "-c", script, "sh"]).arg(&hidden).arg(&program);
     let mut target = Process::spawn(&mut unshare);
     target.wait_for("ready", PATIENCE);
-    assert_eq!(fs::read_dir(&hidden).expect("own folder").count(), 0, "the program is not to be seen from here");
+    assert_eq!(fs::read_dir(&hidden).expect("own folder").count(), 0, "the program is not visible from here");
     assert!(!program.exists());
     check_program(target.pid());
 }
@@ -291,7 +291,7 @@ fn the_same_user_without_any_capability() {
     let ours: Vec<&str> =
         names.into_iter().filter(|name| ["inner_most", "outer_call", "main"].contains(name)).collect();
     assert_eq!(ours, ["inner_most", "outer_call", "main"], "{json:#}");
-    assert_eq!(main["capture"], "zero_stop", "the way without a stop needs no privilege: {json:#}");
+    assert_eq!(main["capture"], "zero_stop", "a capture without a stop needs no privilege: {json:#}");
 }
 
 /// The names of the main thread's frames, as a user without any capability gets them.

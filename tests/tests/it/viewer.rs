@@ -576,7 +576,7 @@ fn filters_show_stacks_and_replace_no_file() {
     let frame = output.stdout.lines().find(|line| line.starts_with("  barrier ("));
     assert!(frame.is_some_and(|line| line.contains(".py:")), "{}", output.stdout);
     assert!(!output.stdout.contains('\u{1b}'), "a pipe gets plain text");
-    assert_eq!(files(), before, "a part of the folder is not written over the whole");
+    assert_eq!(files(), before, "a part of the folder does not replace the whole");
 
     let output = view_with(folder.path(), &["--grep", "barrier", "--json"]);
     let json: serde_json::Value = serde_json::from_str(&output.stdout).expect("JSON");

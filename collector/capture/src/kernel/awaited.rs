@@ -369,7 +369,7 @@ mod tests {
         let child = options.arg("1000").spawn().expect("sleep starts");
         let start = Instant::now();
         while procfs::name(child.id().cast_signed()) != "sleep" {
-            assert!(start.elapsed() < Duration::from_secs(20), "the child has not become sleep");
+            assert!(start.elapsed() < Duration::from_secs(20), "the child has not executed sleep");
             std::thread::sleep(Duration::from_millis(1));
         }
         child
@@ -414,7 +414,7 @@ mod tests {
         let held = fs::File::open(&path).expect("the file");
         held.lock().expect("nobody else has it");
         let wanted = path.clone();
-        let lock = move || fs::File::open(wanted).expect("the file").lock().expect("it is free at last");
+        let lock = move || fs::File::open(wanted).expect("the file").lock().expect("the lock is free in the end");
         let found = awaited_when(is_held_by(own_pid()), lock);
         drop(held);
         assert_eq!((found.kind(), found.name), (AwaitedKind::Lock, path.display().to_string()));

@@ -160,9 +160,12 @@ mod tests {
         assert_eq!(systems.run_with_timeout(device, Source::File, || 1), Some(1));
         let (release, wait) = mpsc::channel::<()>();
         assert_eq!(systems.run_with_timeout(device, Source::File, move || wait.recv().is_ok()), None);
-        assert_eq!(systems.run_with_timeout(device, Source::File, || panic!("it is not asked again")), None::<()>);
-        assert_eq!(systems.run_with_timeout(device, Source::Memory, || 2), Some(2), "that is another matter");
-        assert_eq!(systems.run_with_timeout((0, 8), Source::File, || 3), Some(3), "that one is well");
+        assert_eq!(
+            systems.run_with_timeout(device, Source::File, || panic!("the file system is not queried again")),
+            None::<()>
+        );
+        assert_eq!(systems.run_with_timeout(device, Source::Memory, || 2), Some(2), "the two sources are independent");
+        assert_eq!(systems.run_with_timeout((0, 8), Source::File, || 3), Some(3), "the other file system answers");
         release.send(()).unwrap();
         // The file system is queried again as soon as it has answered.
         let start = std::time::Instant::now();

@@ -253,7 +253,7 @@ mod tests {
         };
         let state = PollState::new(Recorder::for_test(), 0, 0);
         let unknown = state.after(gap, polled_ns, &look(1));
-        assert!(gap <= MAX_POLL_GAP_NS || unknown.is_none(), "nobody knows what it did before");
+        assert!(gap <= MAX_POLL_GAP_NS || unknown.is_none(), "its earlier work is unknown");
         (1..100)
             .try_fold(state, |state, turn| {
                 PollState { look: look(turn - 1), ..state }.after(gap, polled_ns, &look(turn))

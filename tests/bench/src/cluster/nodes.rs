@@ -322,7 +322,7 @@ impl Template {
                 let mut entry = if rank == culprit { self.loader.clone() } else { entry.clone() };
                 entry.rank = rank;
                 entry.node = format!("node-{node:05}");
-                let flight = entry.flight.as_mut().expect("made with one");
+                let flight = entry.flight.as_mut().expect("each entry has a flight record");
                 number(flight, nodes, rank, culprit);
                 entry.encode_to_vec()
             })

@@ -1,6 +1,6 @@
-//! Hangs whose reason lies in one process, in what it asks of the machine, or in what the machine
-//! does to it; ranks that go wrong by an exception or a signal, and what they do instead of going
-//! on; ranks that an elastic agent starts again.
+//! Hangs with a reason in one process, in its requests to the machine, or in a fault of the
+//! machine; ranks that fail by an exception or a signal and do not continue; ranks that an elastic
+//! agent starts again.
 
 use crate::{
     program::{Need, Program},

@@ -230,8 +230,8 @@ const DISABLE_TIMING: u32 = 2;
 /// real driver: `XPU_SIM_DEAD_EVENTS_ABORT=1`.
 static DEAD_EVENTS_ABORT: LazyLock<bool> = LazyLock::new(|| process::setting("XPU_SIM_DEAD_EVENTS_ABORT", 0) != 0);
 
-/// The device's clock: `XPU_SIM_CLOCK=PPM,OFFSET_S` makes it faster than the host's by so many
-/// millionths, and ahead of it.
+/// The device's clock: `XPU_SIM_CLOCK=PPM,OFFSET_S` makes it PPM millionths faster than the host's,
+/// and OFFSET_S seconds ahead of it.
 static CLOCK: LazyLock<DeviceClock> = LazyLock::new(|| {
     let text = std::env::var("XPU_SIM_CLOCK").unwrap_or_default();
     let mut numbers = text.split(',').map(|number| number.trim().parse::<f64>().unwrap_or(0.0));

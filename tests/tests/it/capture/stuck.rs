@@ -32,7 +32,7 @@ __attribute__((noinline)) static int within(int (*callback)(void)) { return call
 int enter_library(int (*callback)(void)) { return within(callback) + 1; }
 ";
 
-/// The program whose library lies on a file system that hangs.
+/// The program whose library is on a file system that hangs.
 fn start_stuck(folder: &Path) -> Process {
     let library = compile_c(folder, "library.so", LIBRARY, &["-O1", "-fno-omit-frame-pointer", "-shared", "-fPIC"]);
     let arguments = ["-O1", "-fno-omit-frame-pointer", "-pthread", "-fno-optimize-sibling-calls", "-rdynamic"];

@@ -424,7 +424,7 @@ fn a_stopped_process_that_is_no_rank_is_named_across_two_nodes() {
 /// The verdict names the process of `helper.pid`, which is not a rank.
 fn check_process(incident: &Incident, folder: &Path, node: &str, command: &str) {
     let mut pid = None;
-    wait_until(PATIENCE, "the helper has said who it is", || {
+    wait_until(PATIENCE, "the helper has written its pid", || {
         pid = fs::read_to_string(folder.join("helper.pid")).ok().and_then(|pid| pid.parse::<i32>().ok());
         pid.is_some()
     });

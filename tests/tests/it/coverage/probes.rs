@@ -71,7 +71,7 @@ impl Uprobe {
         mount_tracing();
         let name =
             format!("xpu_timer_{}_{}", std::process::id(), file.parent()?.file_name()?.to_str()?.replace('.', "_"));
-        // The text of these libraries lies in the file where it lies in memory.
+        // The text of these libraries has the same offset in the file and in memory.
         let line = format!("p:{name}/hit {}:{:#x}\n", file.display(), offset_of(file, function));
         append("uprobe_events", &line).ok()?;
         let probe = Uprobe(name);
@@ -256,7 +256,7 @@ fn the_hook_links_with_a_devkit_and_replaces_code_through_it() {
     let (program, opened) = build(dir.path(), &way, layer);
     let seen = |inline| counted(&run_under(&hook, dir.path(), &program, &opened, inline, |_| {}, |_| true), layer.0);
     assert_eq!(seen("auto"), CALLS);
-    assert_eq!(seen("off"), 0, "nothing but the engine sees these calls");
+    assert_eq!(seen("off"), 0, "only the engine sees these calls");
 }
 
 /// A run under the hook.

@@ -1,6 +1,6 @@
-//! Every function of the hook's table is called once, on libraries that have nothing but these
-//! functions, and leaves in the record what `rows.txt` says. gloo's are methods of PyTorch, which
-//! its own tests call.
+//! Every function of the hook's table is called once, on libraries that have only these functions,
+//! and leaves in the record the entries of `rows.txt`. gloo's are methods of PyTorch, which its own
+//! tests call.
 
 use std::collections::{BTreeMap, BTreeSet};
 
