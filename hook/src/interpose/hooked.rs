@@ -41,7 +41,7 @@ impl Site {
     }
 }
 
-/// What a row does after the real function has returned.
+/// The code of a row that runs after the real function has returned.
 pub(crate) trait AfterCall {
     /// `result` is the value that the real function returned.
     fn after(self, recorder: &'static Recorder, result: c_int);
