@@ -124,7 +124,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// The event of a suspect in which most ranks wait. Of several, the first.
+    /// The event of a suspect in which most ranks wait. If there are several, the first.
     pub(crate) fn main_event(&self, suspect: &Suspect) -> Option<Event> {
         let events = match suspect {
             Suspect::Host { events, .. } | Suspect::Device { events, .. } | Suspect::Cycle(events) => events,

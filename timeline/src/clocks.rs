@@ -185,7 +185,8 @@ pub fn align(
                 if clocks[node].is_some() {
                     continue;
                 }
-                // Of the aligned nodes that are closest to the reference, that with most ends.
+                // Among the aligned nodes that are closest to the reference, the one with most
+                // ends.
                 let ends = level.iter().map(|parent| (*parent, ends_of(node, *parent)));
                 let Some((parent, ends)) = ends.max_by_key(|(_, ends)| ends.len()) else { continue };
                 let (Some((map, residual)), Some(there)) = (fit(&ends), &clocks[parent]) else { continue };

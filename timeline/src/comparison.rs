@@ -102,7 +102,8 @@ type Key = (Class, String);
 struct Item {
     /// Bits on the bus, or floating-point operations; 0 if unknown.
     amount: f64,
-    /// Of each rank that has it. The time in which a collective waits for ranks is left out.
+    /// Durations on each rank that has it. The time in which a collective waits for ranks is left
+    /// out.
     of_ranks: BTreeMap<u32, Durations>,
 }
 
@@ -235,8 +236,8 @@ fn is_compared(key: &Key, item: &Item, kind: Kind) -> bool {
     }
 }
 
-/// The operations by the time that a rank of the other run lost, on average. Of a run alone, the
-/// time of a rank.
+/// The operations by the time that a rank of the other run lost, on average. For a single run, by
+/// the time of a rank.
 fn rows<'a>(first: &'a Run, other: &'a Run, kind: Kind) -> Vec<Row<'a>> {
     let alone = std::ptr::eq(first, other);
     let empty = Item::default();

@@ -55,11 +55,11 @@ type Input = BufReader<Box<dyn Read + Send>>;
 
 /// The blocks of a file in one pass.
 pub enum Blocks<'a> {
-    /// Of `.ops`.
+    /// A file `.ops`.
     Ops(timeline::Reader<Input>),
-    /// Of the original tool.
+    /// A file of the original tool.
     Original(original::Reader<'a, Input>),
-    /// Of a file of samples, which has a head only.
+    /// A file of samples, which has a head only.
     Samples(Box<TimelineHead>),
 }
 

@@ -266,7 +266,7 @@ impl Members<'_, '_> {
         let reached = self.branches(&candidates, seen, branches);
         let in_queue = matches!(host.observed.activity, Activity::Lock | Activity::DataLoader);
         let only = in_queue && matches!((&reached.ends[..], waits), ([_], [wait]) if wait.own);
-        // Of a process that sleeps or computes, nothing shows that the main thread waits for it.
+        // Nothing shows that the main thread waits for a process that sleeps or computes.
         let inside = reached.inside.clone();
         match reached.likely_end(|state| only || host.awaits_result || state.is_stuck()) {
             Some(end) => end.after(Chain { is_due: chain.is_due || host.awaits_result, ..chain }),

@@ -156,7 +156,7 @@ pub(super) fn is_idle(case: &Case<'_>) -> bool {
 }
 
 /// A rank waits for a process that may be at rest itself: a server waits like this for the next
-/// request. Of an unknown process, nothing else is known, unless the rank has a stuck helper.
+/// request. An unknown process counts as one too, unless the rank has a stuck helper.
 pub(super) fn is_served(case: &Case<'_>, rank_index: usize) -> bool {
     let is_helped = || case.stuck_helper(rank_index).is_some_and(|helper| helper.is_stuck());
     case.graph.is_at_rest(rank_index)

@@ -241,7 +241,8 @@ fn is_busy(used_ns: u64, between_ns: u64) -> bool {
     between_ns > 0 && used_ns as f64 >= BUSY_SHARE * between_ns as f64
 }
 
-/// The child process that the main thread waits for. Of several, the one that was started last.
+/// The child process that the main thread waits for. If there are several, the one that was started
+/// last.
 fn awaited_child(dump: &Stacktrace, last: Sample<'_>, training: Option<u32>) -> Option<StuckHelper> {
     let (native, python) = reporting_threads(last, dump.pid, training);
     if !waits_for_child(native, python) {

@@ -186,9 +186,9 @@ fn last_traceback(text: &str) -> Option<Traceback> {
     // The text may begin on the next line.
     let next = lines.get(index).filter(|_| message.is_empty() && line.ends_with(':'));
     let message = next.map_or(message, |next| next.trim());
-    // Of a text of several lines, only those are known that PyTorch marks or that it adds to each
-    // error of CUDA. Nothing separates the others from what follows. PyTorch's log has the rank,
-    // too, but no space behind it: `[rank1]:[W1127 …`.
+    // In a text of several lines, only the lines are known that PyTorch marks or that it adds to
+    // each error of CUDA. Nothing separates the others from the following output. PyTorch's log has
+    // the rank, too, but no space behind it: `[rank1]:[W1127 …`.
     let mark = |line| rank_mark(line).filter(|(_, behind)| behind.starts_with(' ')).map(|(rank, _)| rank);
     let marks: Vec<Option<&str>> = text.lines().map(mark).collect();
     let mark = marks[index - 1];

@@ -323,8 +323,8 @@ impl Launched {
             }
         };
         let mut ranks: BTreeMap<(&JobKey, i32), &Unregistered> = BTreeMap::new();
-        // Prefers the running entry, else the one that ended last. Of several running ones, the
-        // oldest is the rank: a process that it has forked may have left its family.
+        // Prefers the running entry, else the one that ended last. If several run, the oldest is
+        // the rank: a process that it has forked may have left its family.
         let mut by_age = running.clone();
         by_age.sort_by_key(|rank| std::cmp::Reverse(rank.start));
         for rank in over.into_iter().filter(is_of_its_world).chain(by_age) {

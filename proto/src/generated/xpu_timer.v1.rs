@@ -1053,14 +1053,14 @@ pub struct Failure {
     /// The first line of its text. Secrets are hidden.
     #[prost(string, tag = "3")]
     pub message: ::prost::alloc::string::String,
-    /// The innermost frame of the program: `train.py:33 in step`; of a signal the innermost native
+    /// The innermost frame of the program: `train.py:33 in step`; for a signal, the innermost native
     /// function that is not part of raising the signal.
     #[prost(string, tag = "4")]
     pub place: ::prost::alloc::string::String,
     /// Thread or child process, if it is known and not the main thread.
     #[prost(string, tag = "5")]
     pub thread: ::prost::alloc::string::String,
-    /// Of an exception outermost first, `path:line in function`; of a signal innermost first.
+    /// `path:line in function`: outermost first for an exception, innermost first for a signal.
     #[prost(string, repeated, tag = "6")]
     pub frames: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     /// Time from the last text on standard error to the dump.
@@ -1069,7 +1069,7 @@ pub struct Failure {
     /// Python ignored the exception: it was raised in `__del__`, or in a callback.
     #[prost(bool, tag = "8")]
     pub ignored: bool,
-    /// Of a signal, the addresses of `frames`, and from the start of their library.
+    /// For a signal: the addresses of `frames`, and their offsets in the library.
     #[prost(uint64, repeated, tag = "9")]
     pub addresses: ::prost::alloc::vec::Vec<u64>,
     #[prost(uint64, repeated, tag = "10")]

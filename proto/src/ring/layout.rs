@@ -455,10 +455,10 @@ pub(super) mod span {
     pub const BEGAN_NS: usize = 2;
     /// When it ended.
     pub const ENDED_NS: usize = 3;
-    /// Of a garbage collection: its generation plus one; 0 for a function.
+    /// Generation of a garbage collection plus one; 0 for a function.
     pub const GENERATION: usize = 4;
-    /// Of a garbage collection: collected objects in the low half, uncollectable ones in the high
-    /// half.
+    /// Objects of a garbage collection: collected ones in the low half, uncollectable ones in the
+    /// high half.
     pub const OBJECTS: usize = 5;
     /// Number of words in a slot.
     pub const WORDS: usize = 8;

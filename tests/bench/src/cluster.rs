@@ -298,7 +298,7 @@ fn look(folder: &Path, nodes: u32) -> Result<Duration> {
     ensure!(folded.contains(&format!("@0-{}|", world - 1)), "a frame that all ranks share");
     let evidence = Evidence::decode(&fs::read(folder.join("evidence.bin"))?[..])?;
     ensure!(evidence.ranks.len() == world as usize, "{} ranks in the evidence", evidence.ranks.len());
-    // Of a large job, only the culprits and one rank of each group keep their timelines.
+    // In a large job, only the culprits and one rank of each group keep their timelines.
     let timelines: Vec<u32> = fs::read_dir(folder)?
         .filter_map(|entry| timeline::rank_of_file(&entry.ok()?.path()).map(|(rank, _)| rank))
         .collect();

@@ -22,7 +22,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-# Of the protocol of /dev/fuse, version 7.31.
+# Constants of the protocol of /dev/fuse, version 7.31.
 LOOKUP, FORGET, GETATTR, OPEN, READ, WRITE, RELEASE, FSYNC, FLUSH, INIT, OPENDIR, READDIR, CREATE = 1, 2, 3, 14, 15, 16, 18, 20, 25, 26, 27, 28, 35
 ENOENT, ENOSYS = 2, 38
 FILES = {b"part-00003.bin": 2, b"model_zoo.py": 3, b"weights.ckpt": 4}

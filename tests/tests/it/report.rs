@@ -437,7 +437,7 @@ fn the_lanes_of_nodes_with_wrong_clocks_are_aligned() {
 fn lanes_whose_clocks_cannot_be_aligned_are_marked() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::small(folder.path());
-    // Of two nodes, one rank each, which have no communicator in common.
+    // One rank of each of two nodes. They have no communicator in common.
     let timelines = Timelines { ranks_per_node: 2, hang: None, ..HANG };
     [0, 3].iter().for_each(|rank| timelines.write_rank(folder.path(), *rank).expect("own folder"));
     let lanes = lanes_of(folder.path());

@@ -326,7 +326,7 @@ fn every_kind_of_training_and_communication_is_seen_once() {
         // of three groups.
         let all_reduces = 2 * (2 * STEPS - 1) + 2 + 2 * STEPS + 1 + 3 * STEPS;
         assert_eq!(process.seen("ncclAllReduce"), all_reduces);
-        // Of one flat parameter, and of two layers; one of the job's own.
+        // One for a flat parameter, two for layers, and one of the job's own.
         assert_eq!(process.seen("ncclReduceScatter"), (1 + 2 + 1) * STEPS);
         assert_eq!((process.seen("ncclReduce"), process.seen("ncclAlltoAll")), (STEPS, STEPS));
         let others = process.seen("ncclAllGather") + process.seen("ncclBroadcast") + process.seen("ncclBcast");

@@ -97,8 +97,8 @@ fn perfettos_schema_reads_what_was_written() {
     assert!(svg.contains("AllReduce bf16 16 MiB"), "{svg}");
     let Some(found) = read_with(PERFETTO, "perfetto", &out.path().join("trace_job.bin")) else { return };
 
-    // Of each rank, a quarter are all-reduces; and of each rank, an eighth are all-gathers. All of
-    // them are split in two, except for the rank that starts last.
+    // For each rank, a quarter of the operations are all-reduces, and an eighth are all-gathers.
+    // All of them are split in two, except for the rank that starts last.
     let kinds = |name: &str| found["kinds"][name].as_u64().unwrap();
     assert_eq!(kinds("TYPE_SLICE_BEGIN"), kinds("TYPE_SLICE_END"));
     // The clocks of two nodes, the hang, the culprit, and what is missing of rank 3.

@@ -166,7 +166,7 @@ fn finish(path: &mut Segments, found: &mut Vec<Segments>) {
 
 /// Where the file of a child module is searched.
 struct Place<'a> {
-    /// Of the file that contains the declaration.
+    /// The file that contains the declaration.
     file: &'a Path,
     /// Folder of the files of child modules.
     children: PathBuf,

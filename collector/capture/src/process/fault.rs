@@ -27,7 +27,7 @@ const MAX_OVERFLOW_PAGES: u64 = 1 << 12;
 
 /// Takes the native and the Python stack of one thread that waits in a signal handler, the native
 /// one from its registers at the signal. Calls `release` when the thread need not wait any longer.
-/// Of a process that aborts, the second part is the reason.
+/// The second part is the reason, if the process aborts.
 pub(crate) fn capture(
     pid: i32,
     tid: i32,

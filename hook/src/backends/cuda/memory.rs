@@ -267,8 +267,8 @@ fn by_volume(what: *const Volume) -> (CopyDirection, usize) {
     })
 }
 
-/// The direction between two kinds of memory (CUmemorytype). Of unified memory, which may be
-/// anywhere, it is unknown.
+/// The direction between two kinds of memory (CUmemorytype). It is unknown for unified memory,
+/// which may be anywhere.
 fn between(from: c_uint, to: c_uint) -> CopyDirection {
     const HOST: c_uint = 1;
     const DEVICE: c_uint = 2;

@@ -161,7 +161,7 @@ impl Uncaught {
         })
     }
 
-    /// Writes the exception as Python prints it, without lines of code. Of a text that is too long,
+    /// Writes the exception as Python prints it, without lines of code. If the text is too long,
     /// only the first line is kept.
     fn write(&self, api: &'static Api, out: &mut Text, message: &str, skipped: usize) -> fmt::Result {
         let text = |object: &Option<Owned>| object.as_ref().and_then(|object| api.text_of(object.0));

@@ -486,7 +486,7 @@ pub enum Record {
 pub struct LatestRecord(Mutex<Record>);
 
 impl LatestRecord {
-    /// Of an event that was never recorded.
+    /// The record of an event that was never recorded.
     pub fn never() -> Arc<Self> {
         Arc::new(LatestRecord(Mutex::new(Record::Never)))
     }

@@ -1,5 +1,5 @@
 //! Streams and events. Streams are in-order queues; the legacy default stream adds an order between
-//! them. Of the records of an event, the latest counts.
+//! them. The latest record of an event counts.
 
 use std::{
     cell::RefCell,

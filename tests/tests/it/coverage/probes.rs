@@ -369,7 +369,7 @@ fn missed_libraries_under_a_debugger_are_reported() {
     let dir = TempDir::new().unwrap();
     let watches = dir.path().join("libwatches.so");
     gcc_part(&watches, "WATCHES", &["-shared", "-fPIC"].map(String::from));
-    // Of two that are preloaded the second is initialized first.
+    // If two libraries are preloaded, the second is initialized first.
     let both = PathBuf::from(format!("{}:{}", artifacts().hook().display(), watches.display()));
     assert_eq!(calls_through_bound_library(dir.path(), (NCCL, "cublasSgemm_v2"), &both, |program| program), 0);
 }
