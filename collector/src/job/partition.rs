@@ -349,7 +349,7 @@ pub(crate) fn partition(members: &[Member]) -> Vec<Assignment> {
     (0..members.len()).map(assignment).collect()
 }
 
-/// The usual case, which is checked fast: nothing contradicts.
+/// The usual case, which has a fast check: nothing contradicts.
 fn is_one_job(members: &[Member], mains: &[usize]) -> bool {
     let all = || mains.iter().map(|index| &members[*index]);
     let ranks: BTreeSet<i32> = all().map(|member| member.rank).collect();

@@ -42,7 +42,7 @@ const DEADLINE: Duration = Duration::from_secs(30);
 /// Maximum number of plugins that run at the same time. The time limit of a plugin starts with it,
 /// not while it waits.
 const MOST_AT_ONCE: usize = 4;
-/// Time between two looks whether it has ended.
+/// Time between two checks whether it has ended.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long the stack at a fatal signal may still be in work when the process has ended.
 const FAULT_DEADLINE: Duration = Duration::from_secs(3);

@@ -537,7 +537,7 @@ pub mod offset {
 }
 
 /// Where the interpreter of a process keeps its threads and their frames: an address and offsets in
-/// bytes. The collector finds them out, and the hook follows them.
+/// bytes. The collector determines them, and the hook follows them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameLayout {
     /// Address of `_PyRuntime`.

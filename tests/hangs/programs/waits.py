@@ -1858,8 +1858,8 @@ def transform_images(images, batches):
 
 @scenario(ranks=2)
 def chain_of_loader_stages(job):
-    """Rank 0 waits for the transform stage, which waits for the download stage, which retries for
-    ever."""
+    """Rank 0 waits for the transform stage, which waits for the download stage, which retries
+    forever."""
     if job.rank != 0:
         return job.train()
     images, batches = FORK.Queue(), FORK.Queue()

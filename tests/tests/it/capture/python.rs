@@ -1,7 +1,8 @@
 //! Python stacks of every CPython that can be read (those of pyenv or the PATH, and the two of the
 //! second Debian), and the command line over them. Free-threaded builds that are there are tested
-//! like the others. The interpreters of living processes are asked for what they count: collections
-//! of garbage, and the batches of PyTorch's data loaders, wherever a program keeps their iterators.
+//! like the others. The tests read the counters of the interpreters of living processes:
+//! collections of garbage, and the batches of PyTorch's data loaders, wherever a program keeps
+//! their iterators.
 
 use std::{
     fs,

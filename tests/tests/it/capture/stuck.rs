@@ -221,7 +221,7 @@ fn no_thread_stays_stopped() {
             let _ = kill(*one, signal);
         }
         let at_that_time = stopped_threads(pid).len();
-        // The command is still frozen while this is waited for.
+        // The command is still frozen during this wait.
         wait_until(PATIENCE, "no thread is held", || stopped_threads(pid).is_empty());
         match signal {
             Signal::SIGSTOP => frozen += usize::from(at_that_time > 0),
