@@ -492,7 +492,7 @@ fn files_are_requested_again_when_a_node_reconnects() {
     cluster.hub.tick(at(45));
     let _ = cluster.fetched(&mut again, FileKind::Stacktrace);
     cluster.hub.tick(at(300));
-    assert!(cluster.hub.engine.incidents[&id].drawing, "but not forever");
+    assert!(cluster.hub.engine.incidents[&id].drawing, "the cluster collector does not wait forever");
 }
 
 #[test]
