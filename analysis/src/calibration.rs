@@ -1,7 +1,7 @@
 //! How likely a verdict is right: the share of right verdicts of its kind among the first verdicts
 //! on programs that nobody had seen when the judge was written.
 //!
-//! `cargo xtask hangs --calibrate` shows what the estimate is worth; `docs/verdict.md` explains it.
+//! `cargo xtask hangs --calibrate` evaluates the estimate; `docs/verdict.md` explains it.
 
 use std::fmt;
 

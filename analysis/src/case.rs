@@ -53,7 +53,7 @@ impl<'a> Position<'a> {
     }
 }
 
-/// Which process is behind a rank that waits.
+/// The process behind a rank that waits.
 #[derive(Debug)]
 pub(crate) enum Behind<'a> {
     /// The rank itself.
@@ -96,7 +96,7 @@ impl<'a> Case<'a> {
         Case { evidence, world, comms, graph, stack_waiters: Vec::new(), fully_recorded }
     }
 
-    /// What opened the incident.
+    /// The kind of the trigger that opened the incident.
     pub(crate) fn trigger_kind(&self) -> TriggerKind {
         self.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind())
     }
@@ -127,7 +127,7 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// The event of a suspect in which most ranks wait. Of several, the first.
+    /// The event of a suspect in which most ranks wait. If there are several, the first.
     pub(crate) fn main_event(&self, suspect: &Suspect) -> Option<Event> {
         let events = match suspect {
             Suspect::Host { events, .. } | Suspect::Device { events, .. } | Suspect::Cycle(events) => events,
@@ -194,8 +194,8 @@ impl<'a> Case<'a> {
         self.polls(rank_index) && self.view(rank_index).host.moved.is_some_and(|moved| moved.main_ran_seldom)
     }
 
-    /// Those of `views` that, by their records, wait in a call for members of an MPI window, while
-    /// another of `views` is a member of that window and in no such call.
+    /// The ranks in `views` that, by their records, wait in a call for members of an MPI window,
+    /// while another rank in `views` is a member of that window and in no such call.
     pub(crate) fn ranks_waiting_in_windows(&self, views: &BTreeSet<usize>) -> BTreeSet<usize> {
         let named = |operation: &&Operation| {
             operation.kind() == OpKind::HostCall && operation.op() == Op::Unspecified && operation.communicator != 0
@@ -223,7 +223,7 @@ impl<'a> Case<'a> {
     }
 
     /// The main thread of a rank waits for an event, a message or a semaphore that processes share,
-    /// by its C function. What it waits for may be unknown.
+    /// by its C function. The object itself may be unknown.
     pub(crate) fn waits_for_message(&self, rank_index: usize) -> bool {
         stacks::is_message_wait(self.native_function(rank_index))
     }
@@ -316,15 +316,15 @@ impl<'a> Case<'a> {
     }
 
     /// The stuck child process for which a rank waits: the rank waits for a loader or for a lock,
-    /// or nothing else is known of its wait.
+    /// or its wait is otherwise unknown.
     pub(crate) fn stuck_child(&self, rank_index: usize) -> Option<StuckHelper> {
         let waits_inside = self.does(rank_index, Activity::DataLoader) || self.does(rank_index, Activity::Lock);
         let explains = |child: &StuckHelper| child.is_dead() || waits_inside || self.awaited(rank_index).is_none();
         self.stuck_helper(rank_index).filter(|helper| helper.pid > 0).filter(explains)
     }
 
-    /// Which process is behind a rank that waits: one of its own, which the chain of its waits ends
-    /// at or which is stuck, or the rank itself.
+    /// The process behind a rank that waits: one of its own (a stuck one, or the end of the chain
+    /// of its waits), or the rank itself.
     pub(crate) fn behind(&self, rank_index: usize) -> Behind<'_> {
         let wait = self.graph.process_wait(rank_index).filter(|wait| wait.is_own);
         let helper = self.stuck_child(rank_index);
@@ -344,7 +344,8 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// What the system call of a rank's main thread waits for, if it has a name or a known holder.
+    /// The object that the system call of a rank's main thread waits for, if it has a name or a
+    /// known holder.
     pub(crate) fn awaited(&self, rank_index: usize) -> Option<&Awaited> {
         let view = self.view(rank_index);
         view.host.awaited.as_ref().filter(|awaited| {

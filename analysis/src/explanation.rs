@@ -40,7 +40,7 @@ pub(crate) enum Explanation {
     Transfer(TransferFault),
 }
 
-/// What holds one rank.
+/// The state that holds one rank.
 #[derive(Debug, Clone)]
 pub(crate) enum HostState {
     /// Its process has ended.
@@ -103,7 +103,7 @@ pub(crate) enum Absence {
     NotEntered,
 }
 
-/// What is wrong with a collective.
+/// The fault of a collective.
 #[derive(Debug, Clone)]
 pub(crate) enum CollectiveFault {
     /// A rank is absent from the event in which its peers wait, if that is known. `busy` if it uses
@@ -145,7 +145,7 @@ pub(crate) struct Differ {
     pub right: Option<usize>,
 }
 
-/// What distinguishes the operations of the members of a collective.
+/// The property in which the operations of the members of a collective differ.
 #[derive(Debug, Clone)]
 pub(crate) enum OperationVariant {
     /// The operation, and its root if it has one.
@@ -156,7 +156,7 @@ pub(crate) enum OperationVariant {
     Type { op: Op, dtype: DataType },
 }
 
-/// What a rank has not done while others create a communicator.
+/// The step that a rank has not made while others create a communicator.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum MissedStep {
     /// It has not set the key for which the others wait in the store.
@@ -169,7 +169,7 @@ pub(crate) enum MissedStep {
     Join,
 }
 
-/// What is wrong with the creation of a communicator.
+/// The fault in the creation of a communicator.
 #[derive(Debug, Clone)]
 pub(crate) enum CreationFault {
     /// A rank is missing. `still_starting` if it has probably only just started.
@@ -211,7 +211,7 @@ pub(crate) struct SplitCreation {
     pub used: Event,
 }
 
-/// What the ranks that left their pattern did.
+/// The action of the ranks that left their pattern.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum PatternBreak {
     /// They left out a collective.
@@ -278,7 +278,7 @@ pub(crate) struct GroupCounts {
     pub most: u64,
 }
 
-/// What is wrong with a send or a receive.
+/// The fault of a send or a receive.
 #[derive(Debug, Clone)]
 pub(crate) enum TransferFault {
     /// A rank has not made the counterpart of `event`, which is a receive or a send of `waiter`.

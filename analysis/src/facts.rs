@@ -44,7 +44,7 @@ pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
     }
 }
 
-/// What the judge reads of the process of a rank.
+/// The fields of a rank's process that the judge reads.
 fn identity(info: &RankInfo) -> Box<RankInfo> {
     Box::new(RankInfo { node: info.node.clone(), pid: info.pid, ..Default::default() })
 }

@@ -32,7 +32,7 @@ pub(crate) fn never_ruled_out(_: &Case<'_>, _: &[usize]) -> Option<Exclusion> {
     None
 }
 
-/// What a rule found about a suspect.
+/// The result of a rule for a suspect.
 #[derive(Debug, Clone)]
 pub(crate) struct Finding {
     /// The culprits.
@@ -81,7 +81,7 @@ pub(crate) enum RankFact {
     WitnessUnlessShown,
     /// Its thread or child process that is stuck.
     StuckHelper,
-    /// What its system call waits for.
+    /// The object that its system call waits for.
     Awaited,
     /// It polls, and sleeps between the polls.
     Polls,
@@ -165,7 +165,7 @@ pub(crate) struct TableRule<R> {
     /// The scenario that fails without the rule.
     #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
     pub scenario: &'static str,
-    /// What the rule does.
+    /// The condition or action of the rule.
     pub rule: R,
 }
 
@@ -190,7 +190,7 @@ pub(crate) fn rules<R>(table: &'static [TableRule<R>]) -> impl Iterator<Item = &
     rules.map(|rule| &rule.rule)
 }
 
-/// What the judge concludes. The sentence of the verdict says it.
+/// The conclusion of the judge. The sentence of the verdict says it.
 #[derive(Debug, Clone)]
 pub(crate) enum Conclusion {
     /// The findings of the rules. The first `primary` of them belong to one rule, which gives the
@@ -294,7 +294,7 @@ pub(crate) enum HealthyReason {
     Left(Vec<usize>),
 }
 
-/// What is known of a job whose stop no rule explains.
+/// The known facts about a job whose stop no rule explains.
 #[derive(Debug, Clone)]
 pub(crate) enum KnownFacts {
     /// There is no data from any rank.
@@ -331,7 +331,7 @@ pub(crate) enum JobFact {
     YoungerThanTimeout { oldest_ns: u64, timeout_ns: u64 },
 }
 
-/// What is missing in the evidence about some ranks.
+/// A part of the evidence that is missing for some ranks.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum EvidenceGap {
     Unseen,

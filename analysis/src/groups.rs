@@ -4,7 +4,7 @@
 use crate::prefix_tree::{NameId, PrefixTree};
 use crate::rank_set::RankSet;
 
-/// Which of the two flame graphs.
+/// The two kinds of flame graph.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Mode {
     /// Python threads.

@@ -62,7 +62,7 @@ pub(crate) struct Deviation {
     pub repeated: bool,
 }
 
-/// What has followed one context so far.
+/// The operation that has followed one context so far.
 struct Continuation {
     token: Token,
     times: u32,

@@ -66,7 +66,7 @@ type Condition = fn(&Case<'_>) -> bool;
 const REASONS_TO_JUDGE: &[TableRule<Condition>] = &[
     TableRule {
         name: "other_trigger",
-        reason: "A death, a silent job or a stuck watcher is no question of how old the pending operations are.",
+        reason: "A death, a silent job or a stuck watcher does not depend on the age of the pending operations.",
         scenario: "devices::without_events_the_launches_of_a_known_kernel_show_who_is_behind",
         rule: |case| !matches!(case.trigger_kind(), TriggerKind::Manual | TriggerKind::Operation),
     },
@@ -209,7 +209,7 @@ fn culprit_processes(case: &Case<'_>, outcome: &Outcome) -> Vec<CulpritProcess> 
     outcome.culprits.iter().filter_map(of_rank).chain(others).collect()
 }
 
-/// What is missing in the evidence, and what opened the incident.
+/// The gaps in the evidence, and the trigger of the incident.
 fn evidence_gaps(case: &Case<'_>) -> Vec<JobFact> {
     type Check = fn(&RankView<'_>) -> bool;
     const GAPS: [(EvidenceGap, Check); 5] = [

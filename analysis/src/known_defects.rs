@@ -18,11 +18,11 @@ pub(crate) struct Defect {
     pub affected: &'static [(&'static str, &'static str)],
     /// The process on whose stacks the signature is.
     process: Process,
-    /// What different threads of one process do. Empty if only the records show the defect.
+    /// The signs in different threads of one process. Empty if only the records show the defect.
     threads: &'static [ThreadSign],
-    /// What else must hold.
+    /// A further condition.
     pub also: Also,
-    /// What hangs.
+    /// The defect and its effect, for the verdict.
     pub text: &'static str,
     /// The release with the fix, or what to do.
     pub fix: &'static str,
@@ -40,7 +40,7 @@ enum Process {
     WithOneThread,
 }
 
-/// What the records and the other ranks show.
+/// A condition on the records and the other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Also {
     /// The stacks say enough.
@@ -60,7 +60,7 @@ pub(crate) enum Also {
     UnequalTransfersStall,
 }
 
-/// What one thread does. Other frames may be between those of the signature.
+/// The signature of one thread. Other frames may be between its frames.
 struct ThreadSign {
     /// Native functions, the innermost first, each with its alternatives. A name that begins with
     /// `*` may be any part of a function.

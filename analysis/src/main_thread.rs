@@ -1,5 +1,5 @@
-//! Which thread of a dump is the main thread. The judge, the groups of ranks and everything that
-//! shows stacks use this rule.
+//! The rule that selects the main thread of a dump. The judge, the groups of ranks and everything
+//! that shows stacks use it.
 
 use xpu_timer_proto::server::{PstackStacktrace, PySpyStacktrace};
 

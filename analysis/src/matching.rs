@@ -113,7 +113,7 @@ pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
     comms
 }
 
-/// The size that most members pass. Of several, the largest.
+/// The size that most members pass. If there are several, the largest.
 fn size_by_majority(members: &[Member<'_>]) -> u32 {
     let mut votes: BTreeMap<u32, usize> = BTreeMap::new();
     members

@@ -26,7 +26,7 @@ use crate::{
     world::{ProcessView, RankView, World, is_collective, is_p2p},
 };
 
-/// What opened the incident.
+/// The trigger of the incident.
 pub(crate) fn trigger(evidence: &Evidence) -> TriggerReport {
     let Some(trigger) = &evidence.trigger else {
         return TriggerReport { kind: "unspecified".to_owned(), rank: None, operation: None };
@@ -210,7 +210,7 @@ pub(crate) fn known_defects(case: &Case<'_>, conclusion: &Conclusion) -> Vec<Kno
     DEFECTS.iter().filter_map(found).collect()
 }
 
-/// Those of some ranks for which the records show what a defect requires beside its signature on
+/// Selects the ranks whose records show the condition that a defect has besides its signature on
 /// the stacks.
 fn with_records(case: &Case<'_>, conclusion: &Conclusion, mut ranks: Vec<usize>, also: Also) -> Vec<usize> {
     // The ranks in stalled collectives with this operation on such a communicator.

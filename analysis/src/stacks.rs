@@ -1,6 +1,6 @@
-//! What a rank does and where, by the names on its stacks, its process state, and what moved
-//! between its two samples. `proto/server.proto` defines the names of frames. This module never
-//! compares one rank with another.
+//! The activity and the place of a rank, by the names on its stacks, its process state, and the
+//! changes between its two samples. `proto/server.proto` defines the names of frames. This module
+//! never compares one rank with another.
 
 mod classify;
 mod helpers;

@@ -12,7 +12,7 @@ const SHORTEST_NS: u64 = 5_000_000_000;
 /// Two functions of a stack are in it for equally long if the shorter time is at least this share
 /// of the longer one, in percent.
 const SHARE: u64 = 90;
-/// Samples further apart than this many periods say nothing of the time between them.
+/// Samples further apart than this many periods say nothing about the time between them.
 const MOST_PERIODS_APART: u64 = 3;
 /// Lines of a verdict.
 const MOST_LINES: usize = 8;
@@ -87,7 +87,7 @@ mod tests {
 
     const SECOND: u64 = 1_000_000_000;
 
-    /// A main thread with these stacks, root first, each for so many seconds at two samples a
+    /// A main thread with these stacks, root first, each for its number of seconds at two samples a
     /// second.
     fn samples(stacks: &[(&[&str], u64)]) -> StackSamples {
         let mut samples = StackSamples { period_ns: SECOND / 2, ..StackSamples::default() };

@@ -19,7 +19,7 @@ use xpu_timer_proto::{
 
 use crate::text;
 
-/// A part is longer if its share exceeds that of the peers by so much.
+/// A part is longer if its share exceeds that of the peers by this much.
 const LEAST: f64 = 0.02;
 /// Parts that are named.
 const MOST_NAMED: usize = 3;
@@ -237,9 +237,9 @@ pub fn longer(slow: &RankOperations, peers: &[&RankOperations], communicator: u6
 
 /// The shortest time that communication took: without waiting, it takes about that long.
 struct Quickest<'a> {
-    /// Of each collective: time and member.
+    /// Time and member of each collective.
     collectives: HashMap<(u64, u64), (u64, &'a RankOperations)>,
-    /// Of each shape, for messages, and for collectives with only one known member.
+    /// Time of each shape, for messages and for collectives with only one known member.
     shapes: HashMap<Shape, u64>,
     /// Ranks by communicator and rank in it.
     members: HashMap<(u64, i32), u32>,
@@ -387,7 +387,7 @@ mod tests {
             op: op.into(),
             communicator,
             peer: if op == Op::Recv { (rank.rank as i32 + 1) % 2 } else { -1 },
-            // Of a collective, it has the channels.
+            // For a collective, it has the channels.
             launch: matches!(op, Op::Kernel | Op::AllReduce).then(Default::default),
             started_ns,
             completed_ns,

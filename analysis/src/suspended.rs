@@ -62,7 +62,7 @@ pub struct Waiting {
     /// Their number.
     pub count: u64,
     names: Names,
-    /// What they await, up to its name.
+    /// The text that the capture gives for the awaited object, up to the object's name.
     awaits: String,
     awaited: Option<Names>,
 }
@@ -99,7 +99,7 @@ impl Waiting {
         self.names.to_string()
     }
 
-    /// What they await; empty if unknown.
+    /// The object that they await; empty if unknown.
     #[must_use]
     pub fn awaits(&self) -> String {
         let awaited = self.awaited.as_ref().map(|name| format!("'{name}'")).unwrap_or_default();

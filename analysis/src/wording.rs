@@ -166,7 +166,7 @@ fn missing_keys(case: &Case<'_>, of: &[usize]) -> Option<String> {
     (!missing.is_empty()).then(text)
 }
 
-/// The place of a rank, or of several: that of one of them stands for others at another.
+/// The place of a rank, or of several. If their places differ, it names that of the first rank.
 fn place_of(case: &Case<'_>, rank_indices: &[usize]) -> String {
     let [first, others @ ..] = rank_indices else { return String::new() };
     if others.is_empty() {
@@ -199,8 +199,8 @@ fn named_location(case: &Case<'_>, rank_indices: &[usize]) -> String {
     }
 }
 
-/// The places of ranks, as a clause: `; rank 1 is at train.py:41 in load, and rank 2 at …`. The
-/// first two places stand for all. The C functions are left out, because the evidence has them.
+/// The places of ranks, as a clause: `; rank 1 is at train.py:41 in load, and rank 2 at …`. It
+/// names only the first two places. The C functions are left out, because the evidence has them.
 fn locations(case: &Case<'_>, rank_indices: &[usize]) -> String {
     let mut places: Vec<(String, Vec<usize>)> = Vec::new();
     for &rank_index in rank_indices {

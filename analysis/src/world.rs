@@ -24,8 +24,8 @@ const MAX_ABSENT_PER_RANK: u64 = 64;
 
 /// Whether the absent ranks of a world get entries of their own.
 ///
-/// `WORLD_SIZE` may contain any number. The cost of an incident follows the `known` ranks. Of a
-/// world far beyond them, only the size is kept.
+/// `WORLD_SIZE` may contain any number. The cost of an incident follows the `known` ranks. If a
+/// world is far larger, only its size is kept.
 #[must_use]
 pub fn names_absent(world_size: u32, known: usize) -> bool {
     let known = u64::try_from(known).unwrap_or(u64::MAX);
@@ -396,7 +396,7 @@ pub(crate) struct ProcessView {
     pub host: Host,
     /// The thread that holds its GIL, if that is deadlocked.
     pub gil_holder: Option<GilHolder>,
-    /// What its other threads do; see [`stacks::other_thread`].
+    /// The activity of its other threads; see [`stacks::other_thread`].
     pub other_thread: Option<String>,
     /// If it was killed or failed: the pids of the processes with which it shared memory.
     pub shared_memory_with: Vec<i32>,

@@ -166,7 +166,7 @@ fn period(text: &str) -> Result<Duration, String> {
 struct TimelineArguments {
     #[command(flatten)]
     fetch: FetchArguments,
-    /// The last so many seconds; of a job that stands, the last ones in which it did something
+    /// The last seconds to fetch; for a hung job, the last ones in which it did something
     #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "60")]
     seconds: Duration,
     /// `all`: from now on record every kernel, copy and matrix product for so many seconds, and
@@ -194,7 +194,7 @@ enum Incidents {
     /// Lists the ranks that slow their job down without a hang, and which part of their step is
     /// longer than that of their peers
     Slow {
-        /// Compare the operations of the last so many seconds
+        /// Compare the operations of this many last seconds
         #[arg(long, value_name = "SECONDS", value_parser = seconds, default_value = "20")]
         seconds: Duration,
         /// `all`: from now on record every kernel, copy and matrix product for so many seconds, and
@@ -228,7 +228,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
 /// Runs the command line.
 ///
 /// # Errors
-/// Those of the role. A collector that already runs for this socket is not an error.
+/// The errors of the role. A collector that already runs for this socket is not an error.
 pub fn run(arguments: Arguments) -> anyhow::Result<()> {
     let source = Source::process();
     // Stacks and commands are private, whatever the user's umask is.
@@ -305,7 +305,7 @@ impl FetchArguments {
     /// Fetches files into a new folder, and prints its path and what is missing.
     ///
     /// # Errors
-    /// Those of [`timeline::fetch`].
+    /// The errors of [`timeline::fetch`].
     fn run(self, window: Duration, detail: bool, recording: Option<WantedRecording>) -> anyhow::Result<Written> {
         let Self { url, job, rank, output } = self;
         let remote = Remote::new(url, &Source::process())?;

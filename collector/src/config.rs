@@ -39,7 +39,7 @@ pub struct Settings {
     pub node: String,
     /// Windows, intervals and levels of the kernel metrics.
     pub metrics: MetricsSettings,
-    /// What is kept for the timeline.
+    /// Limits of the timeline.
     pub timeline: TimelineSettings,
     /// Label `ip`.
     pub ip: String,

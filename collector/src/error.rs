@@ -10,7 +10,7 @@ pub enum Error {
     Folder {
         /// The folder.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
     /// A file or folder could not be read or written.
@@ -37,7 +37,7 @@ pub enum Error {
     Ring {
         /// The peer.
         pid: i32,
-        /// What is wrong with it.
+        /// The problem.
         problem: String,
     },
     /// Nothing could be captured.

@@ -22,7 +22,7 @@ use crate::{
     os::clock::{Now, nanoseconds, rfc3339},
 };
 
-/// What is known of an incident when it is opened, on a node and at the cluster collector.
+/// The facts that are known when an incident is opened, on a node and at the cluster collector.
 #[derive(Debug, Clone)]
 pub struct Head {
     /// UTC time and a number.
@@ -31,7 +31,7 @@ pub struct Head {
     pub job: JobKey,
     /// Its attempt.
     pub attempt: u32,
-    /// What opened it.
+    /// The trigger that opened it.
     pub trigger: Trigger,
     /// When it was opened.
     pub opened: Now,

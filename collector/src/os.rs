@@ -1,4 +1,4 @@
-//! What the operating system offers: processes, clocks, disks, memory.
+//! The operating system: processes, clocks, disks, memory.
 
 pub mod clock;
 pub(crate) mod descriptors;

@@ -19,7 +19,7 @@ pub(crate) const DETAIL_MARGIN: Duration = Duration::from_millis(700);
 /// More light samples a second would not be light.
 const MOST_SAMPLES_PER_SECOND: u32 = 50;
 
-/// What the recorder keeps.
+/// The limits of the recorder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TimelineSettings {
     /// The window; zero turns the recorder off.

@@ -83,7 +83,7 @@ pub struct DeviceNames {
     pub kernel_name: Option<&'static CStr>,
 }
 
-/// What the launches of a thread go to: a driver has contexts, a runtime has device numbers.
+/// The target of a thread's launches: a driver has contexts, a runtime has device numbers.
 #[derive(Debug)]
 pub enum LaunchTarget {
     /// Contexts.

@@ -53,7 +53,7 @@ fn regular(metadata: &Metadata) -> io::Result<()> {
 /// Reads a regular file of at most [`MOST_BYTES`].
 ///
 /// # Errors
-/// Those of [`open`], or that it is too large.
+/// The errors of [`open`], or that it is too large.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let file = open(path)?;
     let too_large = || io::Error::new(io::ErrorKind::FileTooLarge, format!("larger than {MOST_BYTES} bytes"));
@@ -69,7 +69,7 @@ pub fn read(path: &Path) -> io::Result<Vec<u8>> {
 /// Like [`read`], within [`PATIENCE`].
 ///
 /// # Errors
-/// Those of [`read`], or that the file system does not answer.
+/// The errors of [`read`], or that the file system does not answer.
 pub fn read_within(path: &Path) -> io::Result<Vec<u8>> {
     let owned = path.to_path_buf();
     within(PATIENCE, move || read(&owned))?
@@ -144,7 +144,7 @@ mod tests {
                 assert!(error.contains(why), "{}: {error}", path.display());
             }
         }
-        assert!(begun.elapsed() < PATIENCE, "nothing was waited for");
+        assert!(begun.elapsed() < PATIENCE, "the open did not wait");
         fs::remove_dir_all(folder).unwrap();
     }
 

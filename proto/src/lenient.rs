@@ -41,7 +41,7 @@ const FIXED32: u64 = 5;
 /// Decodes a message as `prost` does, but replaces invalid UTF-8 in its texts.
 ///
 /// # Errors
-/// Those of [`Message::decode`].
+/// The errors of [`Message::decode`].
 pub fn decode<M: Shaped>(bytes: &[u8]) -> Result<M, DecodeError> {
     M::decode(bytes).or_else(|error| match repaired(bytes, M::SHAPE, MAX_DEPTH) {
         Cow::Owned(repaired) => M::decode(&repaired[..]),
@@ -53,7 +53,7 @@ pub fn decode<M: Shaped>(bytes: &[u8]) -> Result<M, DecodeError> {
 /// order. A long list can thus be read without memory for all of it.
 ///
 /// # Errors
-/// Those of [`Message::decode`], and the first error of `part`.
+/// The errors of [`Message::decode`], and the first error of `part`.
 pub fn each_part<'a, E: From<DecodeError>>(
     message: &'a [u8],
     mut part: impl FnMut(u32, &'a [u8]) -> Result<(), E>,
@@ -65,7 +65,7 @@ pub fn each_part<'a, E: From<DecodeError>>(
 /// text or a message.
 ///
 /// # Errors
-/// Those of [`each_part`].
+/// The errors of [`each_part`].
 pub fn each_field<'a, E: From<DecodeError>>(
     mut message: &'a [u8],
     mut field: impl FnMut(u32, &'a [u8], Option<&'a [u8]>) -> Result<(), E>,

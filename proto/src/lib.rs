@@ -73,19 +73,19 @@ pub use prost::{
 /// capture writes it, and the judge reads it.
 pub const LISTENS: &str = "anybody who connects";
 
-/// Maximum number of tasks of a thread that the capture shows. The judge knows that there may be
-/// more if there are so many.
+/// Maximum number of tasks of a thread that the capture shows. If a capture has this number, the
+/// judge assumes that there may be more.
 pub const MAX_SUSPENDED: usize = 256;
 
 /// Start of the name of an awaited datagram socket from which a process expects a reply. The path
 /// follows.
 pub const REPLIES: &str = "a reply from";
 
-/// What a task of asyncio awaits if it is not another task. The capture writes it, and the judge
-/// reads it.
+/// The object that an asyncio task awaits if it is not another task. The capture writes it, and the
+/// judge reads it.
 pub const FUTURE: &str = "a future";
 
-/// What a task of trio awaits if it is not another task: nothing shows what wakes it.
+/// The object that a trio task awaits if it is not another task: nothing shows what wakes it.
 pub const WAKEUP: &str = "a wakeup";
 
 /// Name of the hook's thread in a rank. It waits for the device and for the collector.

@@ -225,7 +225,7 @@ mod tests {
     fn control_characters_are_replaced() {
         let seen = line(HOSTILE);
         assert!(!seen.chars().any(is_unsafe), "{seen:?}");
-        assert_eq!(seen.chars().count(), HOSTILE.chars().count(), "each is replaced by something that is seen");
+        assert_eq!(seen.chars().count(), HOSTILE.chars().count(), "each becomes one visible character");
         assert!(seen.starts_with("a\u{fffd}[31m") && seen.ends_with('z'), "{seen:?}");
         assert_eq!(line("a\nb\r\tc\u{2028}d\u{85}e"), "a b  c d e");
         assert_eq!(text("a\nb\rc\u{1b}"), "a\nb c\u{fffd}");

@@ -24,7 +24,7 @@ pub const EXTENSION: &str = "ops";
 /// A file of an incident folder, as long as the timelines of its ranks are still being fetched or
 /// written.
 pub const PENDING: &str = "timelines.pending";
-/// A full block has so many operations. A reader accepts no larger block.
+/// Number of operations of a full block. A reader accepts no larger block.
 pub const BLOCK_OPERATIONS: usize = 4096;
 /// A larger chunk is not read.
 const MOST_CHUNK_BYTES: u64 = 64 << 20;
@@ -395,7 +395,7 @@ impl Times {
 /// Iterates over the operations of a block without copying their shapes.
 ///
 /// # Errors
-/// Those of [`operations`].
+/// The errors of [`operations`].
 pub fn times(block: &TimelineBlock) -> io::Result<impl Iterator<Item = Times> + '_> {
     let count = block.operations as usize;
     let is_complete = |length: usize| length == count || length == 0;
@@ -456,7 +456,7 @@ pub fn times(block: &TimelineBlock) -> io::Result<impl Iterator<Item = Times> + 
 /// Appends one chunk.
 ///
 /// # Errors
-/// Those of `out`.
+/// The errors of `out`.
 pub fn write(out: &mut impl Write, part: Part) -> io::Result<()> {
     out.write_all(&TimelineChunk { part: Some(part) }.encode_length_delimited_to_vec())
 }
@@ -473,7 +473,7 @@ impl<R: Read> Reader<R> {
     /// Reads the head.
     ///
     /// # Errors
-    /// Those of `input`, or that it is not a timeline of this or an earlier version.
+    /// The errors of `input`, or that it is not a timeline of this or an earlier version.
     pub fn new(mut input: R) -> io::Result<Self> {
         match next_part(&mut input)? {
             Some(Part::Head(head)) if head.format == FORMAT => Ok(Reader { input, head }),
@@ -488,7 +488,7 @@ impl<R: Read> Reader<R> {
     /// The next block; `None` at the end.
     ///
     /// # Errors
-    /// Those of the input, or that it ends within a chunk.
+    /// The errors of the input, or that it ends within a chunk.
     pub fn next_block(&mut self) -> io::Result<Option<TimelineBlock>> {
         match next_part(&mut self.input)? {
             Some(Part::Block(block)) => Ok(Some(block)),

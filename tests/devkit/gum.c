@@ -20,7 +20,7 @@ static Pending jumps[256];
 
 void gum_init_embedded(void) { is_set_up = 1; }
 
-/* The engine keeps its handle for ever. */
+/* The engine keeps its handle forever. */
 void gum_deinit_embedded(void) { abort(); }
 
 void *gum_interceptor_obtain(void) {

@@ -306,7 +306,7 @@ class Kernel:
 
 
 class Graph:
-    """What `capture` recorded, ready to launch."""
+    """The graph that `capture` recorded, ready to launch."""
 
     def __init__(self):
         self.graph, self.exec = _HANDLE(), _HANDLE()

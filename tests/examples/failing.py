@@ -122,7 +122,7 @@ def cuda_error():
 
 
 def retries():
-    """Tries for ever, and prints nothing."""
+    """Tries forever, and prints nothing."""
     while True:
         try:
             bad_sample()

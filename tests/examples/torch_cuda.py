@@ -5,11 +5,11 @@ communicate, then perhaps a fault.
 
 What NCCL moves is right and is checked; the kernels of a simulated device compute nothing, so
 losses mean nothing, and all_gather_object, which takes a maximum on the device, cannot be used.
-Faults, on --fault-rank, in the middle of the steps: `ddp`, `fsdp2`: it does not come to a step;
+Faults, on --fault-rank, in the middle of the steps: `ddp`, `fsdp2`: it does not reach a step;
 `tensor_parallel`: it stays away from its tensor-parallel group, on which the others wait in a
-chain; `pipeline`: it does not hand on what the next stage receives; `skip`: it leaves out one
+chain; `pipeline`: it does not send what the next stage receives; `skip`: it leaves out one
 all_reduce and goes on; `shapes`: it leaves out one bucket of another size; `exception`: it raises;
-`once`: as `ddp`, but only before the first restart; `sharded`: it does not come to a step of FSDP
+`once`: as `ddp`, but only before the first restart; `sharded`: it does not reach a step of FSDP
 over tensor parallelism; `objects`: it stays away from an all_gather_object on gloo; `checkpoint`:
 its part of a checkpoint cannot be written.
 """
@@ -239,7 +239,7 @@ def checkpoint(options):
 def measured(options):
     """Batches of a data loader through DDP in half precision, and collectives whose sizes are
     known, in a type that nothing else has. In the last batch the rank says what it has counted
-    itself, and rests for ever."""
+    itself, and rests forever."""
     from torch.utils.data import DataLoader, TensorDataset
 
     network = DistributedDataParallel(model())
@@ -303,8 +303,8 @@ def lose(options):
 
 
 def join(options):
-    """All ranks meet before the first call of the device, so that a slow start of one is no wait of
-    the others in NCCL."""
+    """All ranks meet before the first call of the device. Otherwise a slow start of one rank would
+    make the others wait in NCCL."""
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     settings = {"device_id": torch.device("cuda", int(os.environ["LOCAL_RANK"]))}
     if options.timeout:

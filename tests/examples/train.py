@@ -18,7 +18,7 @@ Faults (on --fault-rank, at each --fault-step):
     task     the rank awaits tasks of asyncio, which await a future that nobody sets
     greenlet the rank joins greenlets of gevent, which wait for an event that nobody sets
     trio     the rank waits for tasks of trio, which wait for an event that nobody sets
-    anyio    the same with anyio on trio
+    anyio    as trio, with anyio on trio
 Faults of the device and of the network come from XPU_SIM_FAULT.
 """
 

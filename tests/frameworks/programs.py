@@ -3,7 +3,7 @@
     FRAMEWORKS_MODE=healthy|hang programs.py NAME
 
 Each trains or serves a tiny random model for some steps of a second. In a hang, one process stays
-in a function of this file for ever, in step TROUBLE. Before that it writes its pid and the name of
+in a function of this file forever, in step TROUBLE. Before that it writes its pid and the name of
 the function to the file FRAMEWORKS_TRUTH.
 """
 

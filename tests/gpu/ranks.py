@@ -59,7 +59,7 @@ def all_reduce(count=1024, group=None):
 
 
 def go_wrong(fault):
-    """What rank 1 does at the step of the fault, in place of its sum."""
+    """The fault of rank 1, in place of its sum."""
     if fault == "kernel":
         torch.cuda._sleep(ENDLESS)
         all_reduce()

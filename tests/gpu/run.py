@@ -53,7 +53,7 @@ class Hang:
 
 @dataclass
 class Healthy:
-    """A program whose output and exit status must be the same with and without xpu_timer."""
+    """A program whose output and exit status must not change under xpu_timer."""
 
     name: str
     command: list
@@ -96,7 +96,7 @@ def hangs():
     cases.append(Hang("torchrun-absent", [*torchrun, "--fault", "absent"], {"missing_rank", "storage_io"}, "1", ["read_shard"]))
     for mode in ("sync", "stream", "event", "copy", "free", "queue", "graph", "host", "query"):
         linked = "static" if mode in ("sync", "queue", "graph") else "shared"
-        # The driver is polled in vain in `query`, and no call says that it waits.
+        # `query` polls the driver without success, and no call shows that it waits.
         expected = {"unknown"} if mode == "query" else {"kernel_hang"}
         named = ["wait_for_flag"] if mode in ("sync", "stream", "event", "copy", "free") else []
         # Without a rank, a recorded operation or a blocked watcher, a job that only waits for its
@@ -406,7 +406,7 @@ def run_clock(options):
     for _, _, start, end, _ in events:
         nearest = min(seen, key=lambda known: abs(known[2] - end))
         if abs(nearest[2] - end) < 5_000_000:
-            # What is outside the window in which the host saw it is an error.
+            # A time outside the window in which the host saw it is an error.
             started.append(start - nearest[1] if start > nearest[1] else min(0, start - nearest[0]))
             ended.append(end - nearest[3] if end > nearest[3] else min(0, end - nearest[2]))
     if len(started) < 300:
@@ -602,7 +602,7 @@ def main():
         results.write(line + "\n")
         results.flush()
 
-    # What measures comes first, because the others load the machine.
+    # Measurements come first, because the other cases load the machine.
     for case in healthy():
         if case.repeat > 1:
             run(f"healthy-{case.name}", run_healthy, case)

@@ -122,7 +122,7 @@ mod tests {
         let [one, other] = paths.map(|path| fs::read(path).expect("the archive is there"));
         assert!(one == other && one.len() < 1000, "{} bytes", one.len());
         fs::write(folder.path().join("c.zip"), &one[..50]).expect("a cut archive");
-        let error = read_archive(&folder.path().join("c.zip")).expect_err("a cut archive is no archive");
+        let error = read_archive(&folder.path().join("c.zip")).expect_err("a truncated archive cannot be read");
         assert!(format!("{error:#}").contains("c.zip"), "{error:#}");
     }
 }

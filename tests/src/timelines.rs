@@ -38,12 +38,13 @@ pub struct Timelines {
     /// A rank that needs 1.5 times as long for its matrix products, and so starts its collectives
     /// later than all others.
     pub slow_rank: Option<u32>,
-    /// What the clock of each node gains on that of the node before it, in nanoseconds and ppm.
+    /// The offset and the drift of each node's clock against that of the node before it, in
+    /// nanoseconds and ppm.
     pub clock_step: (i64, f64),
     /// How wrong the realtime clock of each node is against that of the node before it. The first
     /// one is right, and so is every 30th.
     pub realtime_step_ns: i64,
-    /// A rank of which seven operations are missing.
+    /// A rank whose timeline lacks seven operations.
     pub lossy_rank: Option<u32>,
     /// How the job ends: it hangs, or it goes on.
     pub hang: Option<Hang>,
@@ -212,8 +213,8 @@ impl Timelines {
         }
     }
 
-    /// What a rank waits in when the job hangs. Each rank begins to wait a little later than the
-    /// one before.
+    /// The operation that a rank waits in when the job hangs. Each rank begins to wait a little
+    /// later than the one before.
     fn pending(&self, rank: u32) -> Option<Operation> {
         let hang = self.hang.filter(|hang| hang.behind != rank)?;
         let is_beside = hang.behind / self.ranks_per_node == rank / self.ranks_per_node;

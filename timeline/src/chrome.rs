@@ -26,14 +26,15 @@ const FIRST_STREAM: u64 = 7;
 /// larger than that of any thread.
 const SAMPLED_TIDS: i64 = 1 << 24;
 
-/// What the operations of one shape of a block share.
+/// The parts that are equal for all operations of one shape of a block.
 struct Template {
     /// `"ph": "X", "cat": …, "name": …, "pid": …, "tid": …` of the kernel.
     kernel: String,
     /// The arguments of the kernel without the correlation, or those of the host function with a
     /// comma at the end.
     arguments: String,
-    /// The same of the call that launched it, or of the host function.
+    /// The start of the event, as in `kernel`, of the call that launched it or of the host
+    /// function.
     host: String,
     is_host: bool,
 }
@@ -57,7 +58,7 @@ impl<'a, W: Write> RankJson<'a, W> {
     /// nanoseconds since the epoch.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// The errors of `out`.
     pub fn new(mut out: W, job: &'a Job, rank: &'a Rank, base_ns: u64) -> io::Result<Self> {
         let info = rank.head.rank.clone().unwrap_or_default();
         let device = rank.head.communicators.first().map_or(info.local_rank, |communicator| communicator.device);
@@ -172,7 +173,7 @@ impl<'a, W: Write> RankJson<'a, W> {
     /// `on_device` is its slice in the trace: those of one stream are nested or apart.
     ///
     /// # Errors
-    /// Those of the output.
+    /// The errors of the output.
     pub fn operation(&mut self, time: &Times, on_device: Option<(u64, u64)>) -> io::Result<()> {
         let map = &self.job.clocks[self.rank.node].map;
         let base_ns = self.base_ns;
@@ -204,7 +205,7 @@ impl<'a, W: Write> RankJson<'a, W> {
     /// output. `busy` is when anything ran on the device, in times of the trace.
     ///
     /// # Errors
-    /// Those of the output.
+    /// The errors of the output.
     pub fn finish(mut self, busy: &[(u64, u64)], samples: Option<&StackSamples>) -> io::Result<W> {
         let (head, map, pid) = (&self.rank.head, self.job.clocks[self.rank.node].map, self.pid);
         if let Some(lost) = self.rank.lost() {
@@ -259,7 +260,7 @@ fn text(value: &str) -> String {
     Value::from(printable::line(value)).to_string()
 }
 
-/// NCCL's name of a collective kernel, with what is known of it.
+/// NCCL's name of a collective kernel, with its known parts.
 fn collective_name(shape: &Operation) -> String {
     if shape.function.starts_with("nccl") && shape.function.contains("Kernel") {
         return shape.function.clone();
@@ -276,8 +277,8 @@ fn collective_name(shape: &Operation) -> String {
     format!("ncclDevKernel_{name}{parts}{algorithm}(ncclDevKernelArgsStorage<4096ul>)")
 }
 
-/// The function of a kernel, else what is known of it. A product is named after its shape as well,
-/// because the name of the called C function says little.
+/// The function of a kernel, else the name of its operation. A product is named after its shape as
+/// well, because the name of the called C function says little.
 fn kernel_name(shape: &Operation, meaning: &Meaning) -> String {
     match (shape.op(), shape.function.as_str()) {
         (Op::Matmul | Op::Attention, function) if !function.is_empty() => format!("{function} {}", meaning.name),

@@ -42,9 +42,9 @@ use crate::{
     picture::Picture,
 };
 
-/// Packets are written when there are so many bytes of them.
+/// Number of bytes at which packets are written.
 const FLUSH_BYTES: usize = 1 << 20;
-/// Operations may begin so long before the window in which they end.
+/// Operations may begin this long before the window in which they end.
 const LONGEST_NS: u64 = 3_600_000_000_000;
 /// A larger verdict or file of names is not read.
 const MOST_TEXT_BYTES: u64 = 64 << 20;

@@ -33,7 +33,7 @@ pub struct CommonEnd {
 pub struct ClockMap {
     /// Added at the pivot.
     pub offset_ns: i64,
-    /// What the other clock gains on this one, as a fraction.
+    /// The drift of the other clock against this one, as a fraction.
     pub drift: f64,
     /// A moment of this clock.
     pub pivot_ns: u64,
@@ -185,7 +185,8 @@ pub fn align(
                 if clocks[node].is_some() {
                     continue;
                 }
-                // Of the aligned nodes that are closest to the reference, that with most ends.
+                // Among the aligned nodes that are closest to the reference, the one with most
+                // ends.
                 let ends = level.iter().map(|parent| (*parent, ends_of(node, *parent)));
                 let Some((parent, ends)) = ends.max_by_key(|(_, ends)| ends.len()) else { continue };
                 let (Some((map, residual)), Some(there)) = (fit(&ends), &clocks[parent]) else { continue };
@@ -214,7 +215,7 @@ mod tests {
 
     const SECOND: f64 = 1e9;
 
-    /// What a clock with this offset and drift shows at a true moment.
+    /// The reading of a clock with this offset and drift at a true moment.
     fn shows(true_ns: f64, offset_ns: f64, drift: f64) -> f64 {
         true_ns * (1.0 + drift) + offset_ns
     }

@@ -1,6 +1,6 @@
-//! What only all ranks together show about their collectives and messages: the common ends that
-//! clocks are aligned on, when the last rank started each collective, and which send belongs to
-//! which receive. Memory is bounded, whatever the files contain.
+//! Combines the collectives and messages of all ranks: the common ends for the alignment of clocks,
+//! the time when the last rank started each collective, and the receive that belongs to each send.
+//! Memory is bounded, whatever the files contain.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -11,13 +11,13 @@ use crate::clocks::CommonEnd;
 
 /// Collectives of a communicator that the clocks are aligned on, at most.
 const MOST_INSTANCES: usize = 512;
-/// Starts are kept in pages of so many sequence numbers.
+/// Number of sequence numbers of a page of starts.
 const PAGE: u64 = 1024;
 /// Pages of all communicators: 128 MB.
 const MOST_PAGES: usize = 32 * 1024;
 /// Ends of messages that are compared to pair sends with receives.
 const COMPARED_MESSAGES: usize = 64;
-/// The two ends of a window differ by at most so many messages of a pair.
+/// Maximum number of messages of a pair by which the two ends of a window differ.
 const MOST_SHIFT: i64 = 16;
 
 /// Whether each rank needs the data of all others, so that all end together, and only after the
@@ -63,8 +63,8 @@ struct NodeEnd {
 /// The ends of a sample of the collectives of one communicator.
 #[derive(Debug, Default)]
 pub struct Ends {
-    /// Only instances whose hash has so many trailing zeros are kept. It grows with their number,
-    /// so that all ranks end up with the same instances.
+    /// Only instances whose hash has this number of trailing zeros are kept. It grows with their
+    /// number, so that all ranks end up with the same instances.
     zeros: u32,
     instances: HashMap<u64, Vec<NodeEnd>>,
 }

@@ -21,16 +21,16 @@ use crate::{
 const BUCKET_BITS: u32 = 44;
 /// Rows of a table and boxes of a picture.
 const MOST_ROWS: usize = 16;
-/// A rank is slow in an operation if its median is so much longer than that of the others, and the
+/// A rank is slow in an operation if its median is this many times that of the others, and the
 /// operation is not rare.
 const SLOW: f64 = 1.05;
 const FEWEST: u64 = 10;
 /// Median absolute deviations between ranks that are normal.
 const NORMAL_SPREAD: f64 = 5.0;
-/// A rank holds up a communicator if it starts last so often.
+/// A rank holds up a communicator if it starts last in this share of the collectives.
 const OFTEN_LAST: f64 = 0.8;
 
-/// What is compared.
+/// The values to compare.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum Kind {
     /// TFLOPS of matrix products and attention
@@ -102,7 +102,8 @@ type Key = (Class, String);
 struct Item {
     /// Bits on the bus, or floating-point operations; 0 if unknown.
     amount: f64,
-    /// Of each rank that has it. The time in which a collective waits for ranks is left out.
+    /// Durations on each rank that has it. The time in which a collective waits for ranks is left
+    /// out.
     of_ranks: BTreeMap<u32, Durations>,
 }
 
@@ -123,7 +124,7 @@ struct Waits {
     waited_ns: u64,
 }
 
-/// What is kept of a run.
+/// The summary of a run.
 #[derive(Debug)]
 pub struct Run {
     name: String,
@@ -133,7 +134,7 @@ pub struct Run {
     waits: BTreeMap<String, BTreeMap<u32, Waits>>,
 }
 
-/// What one pass over a rank gives.
+/// The result of one pass over a rank.
 #[derive(Default)]
 struct OfRank {
     items: HashMap<Key, (f64, Durations)>,
@@ -235,8 +236,8 @@ fn is_compared(key: &Key, item: &Item, kind: Kind) -> bool {
     }
 }
 
-/// The operations by the time that a rank of the other run lost, on average. Of a run alone, the
-/// time of a rank.
+/// The operations by the time that a rank of the other run lost, on average. For a single run, by
+/// the time of a rank.
 fn rows<'a>(first: &'a Run, other: &'a Run, kind: Kind) -> Vec<Row<'a>> {
     let alone = std::ptr::eq(first, other);
     let empty = Item::default();

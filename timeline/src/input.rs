@@ -55,11 +55,11 @@ type Input = BufReader<Box<dyn Read + Send>>;
 
 /// The blocks of a file in one pass.
 pub enum Blocks<'a> {
-    /// Of `.ops`.
+    /// A file `.ops`.
     Ops(timeline::Reader<Input>),
-    /// Of the original tool.
+    /// A file of the original tool.
     Original(original::Reader<'a, Input>),
-    /// Of a file of samples, which has a head only.
+    /// A file of samples, which has a head only.
     Samples(Box<TimelineHead>),
 }
 
@@ -103,7 +103,7 @@ impl Blocks<'_> {
     /// The next block; `None` at the end.
     ///
     /// # Errors
-    /// Those of the file, or that it is broken or cut from here on.
+    /// The errors of the file, or that it is broken or cut from here on.
     pub fn next_block(&mut self) -> io::Result<Option<TimelineBlock>> {
         match self {
             Blocks::Ops(reader) => reader.next_block(),

@@ -98,7 +98,7 @@ impl Group {
     }
 }
 
-/// What all ranks together note of the collectives of a communicator.
+/// The ends and starts that all ranks note for the collectives of a communicator.
 #[derive(Debug, Default)]
 struct Together {
     ends: Mutex<Ends>,
@@ -112,7 +112,7 @@ impl Together {
     }
 }
 
-/// What the first pass over a rank finds.
+/// The result of the first pass over a rank.
 #[derive(Debug, Default)]
 struct Surveyed {
     operations: u64,
@@ -150,7 +150,7 @@ pub struct Job {
     pub groups: Vec<Group>,
     /// The dimensions of the groups.
     pub dimensions: Vec<(String, u32)>,
-    /// What is missing or broken, for people.
+    /// The missing and broken parts, for people.
     pub notes: Vec<String>,
     /// The verdict on the job, if it hung.
     pub verdict: Option<Verdict>,
@@ -182,7 +182,7 @@ pub fn parallel<T: Send>(threads: usize, count: usize, run: impl Fn(usize) -> T 
 
 /// A part of a text that is not the name and the size of a group.
 #[derive(Debug, thiserror::Error)]
-#[error("{0:?} is no group: write for example tp4-dp2")]
+#[error("{0:?} is not a group: write for example tp4-dp2")]
 pub struct NotAGroup(String);
 
 /// Parses groups such as `tp4-cp2-dp4-pp2`.

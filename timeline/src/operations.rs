@@ -1,5 +1,5 @@
-//! What an operation means to people: its class, its name and how much it moves or computes; and
-//! how the time of a rank is divided among the classes, as HolisticTraceAnalysis defines it.
+//! The meaning of an operation for people: its class, its name and how much it moves or computes;
+//! and how the time of a rank is divided among the classes, as HolisticTraceAnalysis defines it.
 
 use serde::Serialize;
 use xpu_timer_analysis::throughput::{attention_flops, bus_bytes, dtype_name, flops, operation_name, width};
@@ -36,7 +36,7 @@ impl Class {
     }
 }
 
-/// What all operations of one shape mean.
+/// The meaning of all operations of one shape.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Meaning {
     /// Its class.
@@ -293,7 +293,7 @@ pub fn covered(intervals: &[(u64, u64)], step_ns: u64) -> Vec<(u64, u64)> {
 pub const BUSY: &str = "GPU busy";
 /// See [`BUSY`].
 pub const MEMORY: &str = "allocated memory";
-/// The counter of the busy device has a value for each step of so long.
+/// Time between two values of the counter of the busy device.
 const COUNTER_STEP_NS: u64 = 100_000_000;
 
 /// How busy the device of a rank was, in percent. `busy` is when an operation ran that has

@@ -78,7 +78,7 @@ impl<'a, R: Read> Reader<'a, R> {
     /// The next block; `None` at the end.
     ///
     /// # Errors
-    /// Those of the input, or that it is no `KernelTraces`.
+    /// If the input fails, or is not a `KernelTraces` message.
     pub fn next_block(&mut self) -> io::Result<Option<TimelineBlock>> {
         if let Some(error) = self.failure.take() {
             return Err(error);
@@ -105,14 +105,14 @@ impl<'a, R: Read> Reader<'a, R> {
                 (PID, WireType::Varint) => self.pid = varint(&mut self.input)? as i32,
                 (_, WireType::Varint) => _ = varint(&mut self.input)?,
                 (_, WireType::LengthDelimited) => _ = entry(&mut self.input)?,
-                _ => return Err(invalid("this is no timeline of DLRover's xpu_timer")),
+                _ => return Err(invalid("this is not a timeline of DLRover's xpu_timer")),
             }
         }
         Ok(None)
     }
 
-    /// What a head of ours says, as far as the part that was read shows it. The clock of all times
-    /// is the realtime clock.
+    /// The head of our format, as far as the part that was read shows it. The clock of all times is
+    /// the realtime clock.
     #[must_use]
     pub fn head(&self) -> TimelineHead {
         let communicator = |(id, (size, nodes)): (&u64, &(u32, u32))| Communicator {

@@ -290,7 +290,7 @@ impl Track {
     }
 }
 
-/// What the operations of one shape of a block share.
+/// The parts that are equal for all operations of one shape of a block.
 struct Template {
     /// The start of the event: name and category.
     named: Vec<u8>,
@@ -305,14 +305,14 @@ struct Template {
     flow: Flow,
 }
 
-/// What joins the slices of several ranks.
+/// The flow that joins the slices of several ranks.
 enum Flow {
     None,
     Collective,
     Message(Route, bool),
 }
 
-/// What is written.
+/// Options for the packets to write.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Options {
     /// Leave out the calls on the host that launch something.
@@ -351,7 +351,7 @@ pub struct RankTrace<'a> {
     sequence: u64,
     /// Encoded packets. The caller takes them away.
     pub out: Vec<u8>,
-    /// What was written.
+    /// The number of packets written.
     pub counts: Counts,
     names: HashMap<String, u64>,
     strings: HashMap<String, u64>,
@@ -719,7 +719,7 @@ fn dynamic_annotations(
     }
 }
 
-/// What belongs to no rank: the clocks, how they were aligned, and the hang.
+/// The packets that belong to no rank: the clocks, their alignment, and the hang.
 #[must_use]
 pub fn preamble(job: &Job) -> (Vec<u8>, Counts) {
     const SEQUENCE: u64 = 1;

@@ -185,7 +185,7 @@ fn group(members: &[&RankSamples]) -> Group {
 /// for each thread.
 ///
 /// # Errors
-/// Those of `out`.
+/// The errors of `out`.
 pub fn write_speedscope(ranks: &[RankSamples], name: &str, mut out: impl io::Write) -> io::Result<()> {
     let mut numbers: HashMap<(&str, &str), usize> = HashMap::new();
     let mut frames: Vec<Value> = Vec::new();
@@ -241,7 +241,7 @@ mod tests {
 
     use super::*;
 
-    /// A rank whose main thread spends so many samples in each function, below `main`.
+    /// A rank whose main thread spends the given number of samples in each function, below `main`.
     fn rank(rank: u32, functions: &[(&str, u32)]) -> RankSamples {
         let frame = |name: &str, line: u32| PySpyFrame {
             func_name: name.into(),

@@ -218,7 +218,7 @@ type Stack = Vec<(String, String)>;
 /// few places.
 struct Generator {
     state: u64,
-    /// Threads that are the same on all ranks.
+    /// Threads with equal stacks on all ranks.
     same: Vec<Stack>,
     /// Threads that are at one of several places.
     varied: Vec<Vec<Stack>>,

@@ -72,7 +72,7 @@ pub struct Suspended<'a> {
     pub name: &'a [u8],
     /// Its frames, leaf first: a range of [`Threads::frames`].
     pub frames: Range<usize>,
-    /// What it waits for.
+    /// The object that it waits for.
     pub awaits: &'a [u8],
 }
 
@@ -131,7 +131,7 @@ pub struct Sample<'a> {
     pub io_bytes: u64,
     /// Bytes over TCP connections; 0 when unknown.
     pub tcp_bytes: u64,
-    /// What could not be captured, one sentence each.
+    /// The parts that could not be captured, one sentence each.
     pub errors: Vec<&'a [u8]>,
 }
 

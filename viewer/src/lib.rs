@@ -60,10 +60,10 @@ pub struct Args {
     /// Only list all incidents of the folder, with their time, cause and verdict
     #[arg(long)]
     pub list: bool,
-    /// All timelines of the folder have come: the collector draws the report again
+    /// All timelines of the folder have arrived: the collector draws the report again
     #[arg(long, hide = true)]
     pub timelines_came: bool,
-    /// What stdout can show
+    /// The capabilities of stdout
     #[arg(skip)]
     pub terminal: Terminal,
 }

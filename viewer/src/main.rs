@@ -24,7 +24,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// What stdout can show: plain text unless it is a terminal.
+/// The capabilities of stdout: plain text unless it is a terminal.
 fn terminal() -> Terminal {
     let stdout = io::stdout();
     if !stdout.is_terminal() {

@@ -60,7 +60,7 @@ pub struct WaitingRanks {
     pub thread: Option<StackId>,
     /// Their stack, in [`Merged::suspended`].
     pub stack: StackId,
-    /// What waits, for what, and how many.
+    /// The tasks or greenlets, their number, and the object that they wait for.
     pub waiting: Waiting,
     /// The innermost line of the user's own code: `train.py:31 in fetch`.
     pub place: String,
@@ -88,11 +88,11 @@ pub struct Merger {
 /// drawn.
 #[derive(Clone, Debug, Default)]
 pub struct Interned {
-    /// Of the native threads.
+    /// Stacks of the native threads.
     pub native: Vec<Option<StackId>>,
-    /// Of the Python threads.
+    /// Stacks of the Python threads.
     pub python: Vec<Option<StackId>>,
-    /// Of the tasks and greenlets, in the order of [`Threads::suspended`].
+    /// Stacks of the tasks and greenlets, in the order of [`Threads::suspended`].
     pub suspended: Vec<Option<StackId>>,
     /// Index of the main thread in the Python threads, else in the native threads.
     pub main: Option<(Mode, usize)>,

@@ -86,7 +86,7 @@ fn write(
         .with_context(|| format!("cannot write {}; --output chooses another folder", output.join(name).display()))
 }
 
-/// What the processes are called: by their ranks, or by their pids if they have none.
+/// The title of the processes: their ranks, or their pids if they have no ranks.
 fn titles(ranks: &[&RankSamples]) -> String {
     let info = |rank: &&RankSamples| rank.samples.rank.clone().unwrap_or_default();
     if ranks.iter().all(|rank| info(rank).rank >= 0) {
@@ -96,7 +96,7 @@ fn titles(ranks: &[&RankSamples]) -> String {
     format!("{} {}", if pids.len() == 1 { "process" } else { "processes" }, pids.join(", "))
 }
 
-/// The groups with what they spend their time in, and the files.
+/// The groups with the functions that they spend their time in, and the files.
 fn text_of(ranks: &[RankSamples], groups: &[Group], written: &[PathBuf]) -> String {
     let mut text = String::new();
     for (index, group) in groups.iter().enumerate() {

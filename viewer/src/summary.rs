@@ -28,8 +28,8 @@ const STACKS_SHOWN: usize = 40;
 /// thread; the rest is counted.
 const WAITING_SHOWN: usize = 8;
 
-/// What stdout can show: its width and whether it understands colours. The default is plain text of
-/// any width.
+/// The capabilities of stdout: its width, and whether it understands colours. The default is plain
+/// text of any width.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Terminal {
     /// Columns; `None` for lines of any length.

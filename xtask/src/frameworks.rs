@@ -54,7 +54,7 @@ enum Launcher {
     Mpi,
 }
 
-/// What is expected of the hang.
+/// The expected result of the hang.
 enum Hang {
     /// A verdict with one of these causes, and with the right process and function.
     Verdict(&'static [&'static str]),
@@ -222,7 +222,7 @@ pub(crate) fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// What a program is started with.
+/// The environment and the library path of a program.
 struct Installed {
     environment: PypiFramework,
     library_path: String,

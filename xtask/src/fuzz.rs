@@ -108,7 +108,7 @@ fn target() -> PathBuf {
 }
 
 /// The form that is a part of all tests: the kept corpus and a fixed number of inputs derived from
-/// it, which are the same in each run of the same code.
+/// it. The inputs are equal in each run of the same code.
 pub(crate) fn run_short(built: &Path) -> Result<()> {
     run_built(built, &Options { seconds: 0, keep: false, names: Vec::new() })
 }

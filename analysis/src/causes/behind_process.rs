@@ -91,8 +91,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
         return None;
     }
     let state = wait.state.clone();
-    // What a rank does that waits for a process of its own says more than what that process does,
-    // unless it cannot run, or the rank waits for its end.
+    // The activity of a rank that waits for its own process says more than the activity of that
+    // process. The exceptions: that process cannot run, or the rank waits for its end.
     let is_in_chain = |pid: i32| wait.chain.iter().any(|index| case.world.processes[*index].host.pid == pid);
     let is_other = |helper: &StuckHelper| helper.is_stuck() && !is_in_chain(helper.pid);
     let other_is_stuck = || case.stuck_helper(rank_index).is_some_and(|helper| is_other(&helper));
@@ -139,7 +139,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect, wanted: Cause) -> Option<Finding>
 }
 
 /// A missing rank, for which others wait in the creation of a communicator: a process with the same
-/// parent as the other ranks has not come so far, or that parent cannot start it.
+/// parent as the other ranks is not yet a rank, or that parent cannot start it.
 fn not_yet_a_rank(case: &Case<'_>, suspect: &Suspect, rank_index: usize, wanted: Cause) -> Option<Finding> {
     let event = case.main_event(suspect).filter(|event| matches!(event, Event::Init { .. } | Event::Split { .. }))?;
     let ToCome { process: end, state, is_that_rank, .. } = case.graph.to_come(rank_index)?;

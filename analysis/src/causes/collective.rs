@@ -1,5 +1,5 @@
-//! What the records of the members show about one collective: the operation that each member runs,
-//! which members have completed it and which have not.
+//! Facts about one collective from the records of its members: the operation that each member runs,
+//! and the members that have and have not completed it.
 
 use std::collections::{BTreeMap, HashMap};
 

@@ -29,8 +29,8 @@ use crate::{
 ///   it, so nothing shows whether its call took part.
 /// - The rank left with success, and the waiting ranks are not a majority, or wait in a send or
 ///   receive, which involves only two ranks: they may have made one operation too many.
-/// - The rank is a member of the communicator only by the layout of the other members, and nothing
-///   is known of some other rank.
+/// - The rank is a member of the communicator only by the layout of the other members, and another
+///   rank is unknown.
 /// - The rank completed the collective and was killed while others are still inside. A rank that
 ///   ended by itself there did not take part in the collective; that is `missing_rank`.
 pub(super) const DEAD: Rule = Rule { cause: Cause::ProcessDead, explain: dead, rule_out: all_alive };

@@ -200,7 +200,7 @@ fn holds_resource(case: &Case<'_>, suspect: &Suspect, lock: bool) -> Option<Find
     })
 }
 
-/// Whether the rank has not entered the collective either. That tells more than the resource.
+/// Whether the rank has not entered the collective either. That fact says more than the resource.
 fn has_not_entered(case: &Case<'_>, rank_index: usize, event: Option<Event>) -> bool {
     let Some(Event::Collective { comm, seq }) = event else { return false };
     match case.comms[comm].member(rank_index) {

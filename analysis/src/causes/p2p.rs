@@ -18,7 +18,7 @@ use crate::{
 ///
 /// A rank's send or receive has started on its device, and its peer has no counterpart pending. The
 /// peer waits for nothing, and nothing else explains it. The sentence includes what the peer itself
-/// waits for, such as a child process. If the peer polls for something, it has not come to its
+/// waits for, such as a child process. If the peer polls for something, it has not reached its
 /// counterpart: `missing_rank`. Other forms:
 ///
 /// - The peer waits in a collective for the very rank that waits for it: the two made different
@@ -75,7 +75,7 @@ fn unmatched(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     }
 }
 
-/// Others wait for a host in nothing but transfers.
+/// Others wait for a host in transfers only.
 pub(super) fn of_absent_peer(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Host { events, .. } = suspect else { return None };
     let only = !events.is_empty() && events.iter().all(|event| matches!(event, Event::PointToPoint { .. }));

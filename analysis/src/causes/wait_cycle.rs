@@ -1,5 +1,5 @@
 //! Ranks that wait for each other in a cycle: `order_mismatch`, the rank through which every cycle
-//! passes, and the ranks that did something else than they had always done.
+//! passes, and the ranks that left their own pattern.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -249,7 +249,7 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(PatternBreak, Vec<(us
     Some((first, found))
 }
 
-/// What the past of the ranks in a cycle means for a rule.
+/// The meaning of the past of the ranks in a cycle, for a rule.
 pub(super) enum PatternCheck {
     /// A rank left its pattern in a way that this rule explains.
     Finding(Finding),

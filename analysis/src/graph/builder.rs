@@ -31,7 +31,7 @@ pub(crate) enum Suspect {
     Host {
         /// Index of the rank.
         rank_index: usize,
-        /// What the others wait in. Empty if nobody waits.
+        /// The events that the others wait in. Empty if nobody waits.
         events: Vec<Event>,
         /// No record shows that the rank is absent. It is suspected only because no other rank is.
         guess: bool,
@@ -41,7 +41,7 @@ pub(crate) enum Suspect {
     Device {
         /// Index of the rank.
         rank_index: usize,
-        /// What the others wait in.
+        /// The events that the others wait in.
         events: Vec<Event>,
     },
     /// All ranks have entered the event, and it does not complete.

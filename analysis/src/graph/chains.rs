@@ -29,7 +29,7 @@ pub(super) enum End {
     Back,
     /// A process that waits for clients.
     AtRest(Member),
-    /// Several processes are possible, or nothing is known of the next one.
+    /// Several processes are possible, or the next one is unknown.
     Unknown,
 }
 
@@ -190,9 +190,9 @@ impl Members<'_, '_> {
 
     /// The end of a chain at a process that polls memory: of the processes that share the memory
     /// with it, or with others that poll too, the only one that is stuck. A process that sleeps in
-    /// a loop for another reason looks the same. So one that may be at rest is no end: it waits for
-    /// a process that polls, or through another thread. In a job in which nobody waits in an
-    /// operation, the end must be unable to continue, unless a library is known to poll.
+    /// a loop for another reason looks the same. So a process that may be at rest is not an end: it
+    /// waits for a process that polls, or through another thread. In a job in which nobody waits in
+    /// an operation, the end must be unable to continue, unless a library is known to poll.
     fn through_memory(&self, current: Member, seen: &HashSet<Member>, branches: usize) -> Option<End> {
         let in_ring = self.polling(current)?.in_ring;
         let mut pollers = vec![current];
@@ -266,7 +266,7 @@ impl Members<'_, '_> {
         let reached = self.branches(&candidates, seen, branches);
         let in_queue = matches!(host.observed.activity, Activity::Lock | Activity::DataLoader);
         let only = in_queue && matches!((&reached.ends[..], waits), ([_], [wait]) if wait.own);
-        // Of a process that sleeps or computes, nothing shows that the main thread waits for it.
+        // Nothing shows that the main thread waits for a process that sleeps or computes.
         let inside = reached.inside.clone();
         match reached.likely_end(|state| only || host.awaits_result || state.is_stuck()) {
             Some(end) => end.after(Chain { is_due: chain.is_due || host.awaits_result, ..chain }),

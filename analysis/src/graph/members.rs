@@ -79,7 +79,7 @@ impl Members<'_, '_> {
         host(self.world, member)
     }
 
-    /// What holds the process of a member.
+    /// The state that holds the process of a member.
     pub(super) fn state(&self, member: Member) -> ProcessState {
         let holder = match member {
             Member::Rank(index) => self.world.views[index].evidence.and_then(facts::gil_holder),
@@ -189,8 +189,8 @@ impl Members<'_, '_> {
         waits && !self.state(member).cannot_continue()
     }
 
-    /// Whether a member waits in the store of its job. It waits for whoever sets its key, and not
-    /// for the process that has the store, unless that cannot answer.
+    /// Whether a member waits in the store of its job. It waits for the member that sets its key.
+    /// It waits for the process that has the store only if that process cannot answer.
     pub(super) fn in_store(&self, member: Member) -> bool {
         let host = self.host(member);
         let awaited = host.awaited.as_ref().filter(|_| host.observed.activity == Activity::CommInit);

@@ -75,7 +75,7 @@ impl ProcessWait {
     }
 }
 
-/// What ranks wait for outside of all operations. The lists are in ascending order of their ranks.
+/// The waits of ranks outside of all operations. The lists are in ascending order of their ranks.
 #[derive(Debug, Default)]
 pub(super) struct Waits {
     /// Ranks that wait for a resource of another rank.
@@ -93,7 +93,7 @@ pub(super) struct Waits {
     pub locked_in: Vec<usize>,
 }
 
-/// Finds what ranks wait for.
+/// Finds the waits of ranks outside of all operations.
 pub(super) fn waits(world: &World<'_>) -> Waits {
     let all = Members::new(world);
     let mut waits = Waits::default();
@@ -200,9 +200,9 @@ impl ProcessWait {
 }
 
 impl Mutual {
-    /// Who is to blame in a cycle from this position of a chain on, or from the rank on. A process
-    /// that waits for the end of another one must not expect that it ends while it needs something,
-    /// and a process must receive what another one sends before it waits for an answer.
+    /// Finds the culprits in a cycle from this position of a chain on, or from the rank on. A
+    /// process that waits for the end of another one must not expect that it ends while it needs
+    /// something, and a process must receive what another one sends before it waits for an answer.
     fn of(all: &Members<'_, '_>, waiter: usize, chain: &Chain, from: Option<usize>) -> Self {
         if let Some((locker, through)) = chain.keeps_lock() {
             return Mutual { rank: false, processes: vec![locker], fault: MutualFault::KeepsLock { through } };

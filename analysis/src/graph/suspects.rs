@@ -129,7 +129,7 @@ impl Builder<'_, '_> {
 
     /// The ranks inside the creation of a communicator, if others wait for each of them in the
     /// creation of an earlier one: they have left that creation without the others, so the others
-    /// cannot come to theirs.
+    /// cannot reach theirs.
     fn gone_ahead(&self, event: usize, into: &HashMap<usize, Vec<Event>>) -> Vec<Suspect> {
         let creation = |event: &Event| matches!(event, Event::Init { .. } | Event::Split { .. });
         if !creation(&self.events[event]) {
@@ -189,7 +189,7 @@ impl Builder<'_, '_> {
         }
         let assumed_device_wait: Vec<usize> =
             hosts.iter().copied().filter(|rank_index| self.assumed_device_wait[*rank_index]).collect();
-        // If no host is known to wait, the stacks tell nothing, and the cycle is the better
+        // If no host is known to wait, the stacks show nothing, and the cycle is the better
         // explanation.
         if !assumed_device_wait.is_empty() && assumed_device_wait.len() < hosts.len() || assumed_device_wait.len() == 1
         {

@@ -41,7 +41,7 @@ impl Ruling<'_> {
     }
 }
 
-/// What a rule of the first table does.
+/// The action of a rule of the first table.
 struct Arbitration {
     /// The dropped findings may be right after all, so the confidence becomes at most medium.
     leaves_doubt: bool,
@@ -106,7 +106,7 @@ const ARBITRATIONS: &[TableRule<Arbitration>] = &[
     },
 ];
 
-/// What a rule of the second table does.
+/// The action of a rule of the second table.
 struct Limit {
     /// The highest confidence while the rule applies.
     confidence: Confidence,

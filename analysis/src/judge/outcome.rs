@@ -40,7 +40,7 @@ fn unknown(conclusion: Conclusion) -> Outcome {
 /// The outcome, if a rule applies to a case.
 type Conclude = fn(&Case<'_>) -> Option<Outcome>;
 
-/// What is concluded of an incident that no rule of a cause explains. The first rule that applies
+/// Conclusions about an incident that no rule of a cause explains. The first rule that applies
 /// counts.
 const UNEXPLAINED: &[TableRule<Conclude>] = &[
     TableRule {
@@ -112,7 +112,7 @@ fn may_be_idle(case: &Case<'_>) -> Option<Outcome> {
         .then(|| unknown(Conclusion::MayBeIdle { together: all_at_one_place(case) }))
 }
 
-/// What is known of a job whose stop nothing explains.
+/// The known facts about a job whose stop nothing explains.
 fn known_facts(case: &Case<'_>) -> KnownFacts {
     let views = &case.world.views;
     let stacks = views.iter().filter(|view| view.host.stack).count();
@@ -156,7 +156,7 @@ pub(super) fn is_idle(case: &Case<'_>) -> bool {
 }
 
 /// A rank waits for a process that may be at rest itself: a server waits like this for the next
-/// request. Of an unknown process, nothing else is known, unless the rank has a stuck helper.
+/// request. An unknown process counts as one too, unless the rank has a stuck helper.
 pub(super) fn is_served(case: &Case<'_>, rank_index: usize) -> bool {
     let is_helped = || case.stuck_helper(rank_index).is_some_and(|helper| helper.is_stuck());
     case.graph.is_at_rest(rank_index)
@@ -309,7 +309,7 @@ const HANG_RULES: &[TableRule<HangRule>] = &[
     },
     TableRule {
         name: "own_process",
-        reason: "A process of its own that can never answer keeps a rank for ever.",
+        reason: "A rank that waits for a process of its own waits forever if that process can never answer.",
         scenario: "hang::a_silent_rank_that_waits_for_a_process_of_its_own_hangs_if_that_can_never_answer",
         rule: HangRule {
             evidence: HangEvidence::WaitChain,
@@ -349,7 +349,7 @@ pub(super) fn hang_evidence(case: &Case<'_>, outcome: &Outcome, strength: Confid
 }
 
 impl Judged<'_, '_> {
-    /// The culprits that are no ranks.
+    /// The culprits that are not ranks.
     fn hosts(&self) -> impl Iterator<Item = &Host> {
         self.processes.iter().map(|process| &self.case.world.processes[*process].host)
     }
@@ -391,8 +391,8 @@ fn operation_is_overdue(judged: &Judged<'_, '_>) -> bool {
     is_explained && (0..case.world.views.len()).any(is_overdue)
 }
 
-/// Whether a process for which nobody is known to wait stands in storage. One that reads a FIFO may
-/// be a server that reads its requests.
+/// Whether a process without a known waiter is stuck in storage. A process that reads a FIFO does
+/// not count: it may be a server that reads its requests.
 fn stands_in_storage(host: &Host) -> bool {
     let is_pipe = host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Pipe);
     host.stands_in_storage() && (!is_pipe || host.location.native.as_deref().is_some_and(stacks::is_send))

@@ -21,7 +21,7 @@ use crate::{
 /// Finds the suspects, if the rule applies.
 type Find = fn(&Ranks<'_, '_>) -> Option<Suspects>;
 
-/// What a rule found.
+/// The suspects that a rule found.
 struct Suspects {
     suspects: Vec<Suspect>,
     /// Ranks that wait for the suspects, by their stacks.
@@ -247,9 +247,9 @@ fn pending_kernel(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     Some(Suspects { suspects: behind.into_iter().map(device).collect(), waiters: waiters.into_iter().collect() })
 }
 
-/// Of ranks with a pending kernel or graph, those for which the others may wait inside their
-/// graphs: the few that have completed one graph less often than all others, else those whose
-/// devices have not started the graph that the others are in. All of them if there are none.
+/// The ranks with a pending kernel or graph for which the others may wait inside their graphs: the
+/// few that have completed one graph less often than all others, else those whose devices have not
+/// started the graph that the others are in. All of them if there are none.
 fn behind_in_graphs(case: &Case<'_>, ranks: &[usize]) -> Vec<usize> {
     let is_graph = |operation: &&Operation| operation.kind() == OpKind::GraphLaunch;
     let completed = |index: usize| {

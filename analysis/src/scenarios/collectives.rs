@@ -464,7 +464,7 @@ fn ranks_that_are_missing_at_several_places_may_wait_for_each_other() {
 #[test]
 fn an_absent_rank_is_found_behind_a_creation_with_unknown_members() {
     // Tensor groups of three and pairs over them. Rank 4 leaves out its group of three, so rank 5
-    // never comes to the pair of rank 2.
+    // never reaches the pair of rank 2.
     let mut job = Job::new(6);
     job.comm(0x1, &[0, 1, 2, 3, 4, 5]);
     job.comm(0x2, &[0, 1, 2]);

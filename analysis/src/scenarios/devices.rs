@@ -314,7 +314,7 @@ fn a_polling_rank_counts_as_waiting() {
 fn a_rank_whose_record_ends_early_is_behind() {
     let mut job = Job::with_world(4, 12);
     job.enter(0x77, 0, Op::AllReduce);
-    job.flight(0).health.as_mut().expect("it tells").heartbeat_ns = 900 * SECOND;
+    job.flight(0).health.as_mut().expect("a health record").heartbeat_ns = 900 * SECOND;
     job.set_stack(0, Stack::new(&[], &["nanosleep"]));
     for rank in 1..4 {
         job.done(0x77, rank, 1);

@@ -436,7 +436,7 @@ fn a_process_that_stands_in_storage_is_not_at_rest() {
     assert_eq!(alone(AwaitedKind::File, "read", "/dev/stdin"), HangEvidence::None);
     // It may read its requests.
     assert_eq!(alone(AwaitedKind::Pipe, "read", "/run/requests"), HangEvidence::None);
-    // A thread of a server stands there, and the main thread waits for the end of the server.
+    // A thread of a server waits there, and the main thread waits for the end of the server.
     let mut served = reads_of(Stack::lock(), false);
     reader_thread(&mut served, 0, AwaitedKind::Pipe, "/mnt/index", &[1050]);
     served.evidence.processes[0].dump.as_mut().expect("a dump").stacktrace[0].timed = Some(true);

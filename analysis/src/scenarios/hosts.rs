@@ -11,7 +11,7 @@ use xpu_timer_proto::{
     v1::{Op, OpKind, Operation, Presence, TriggerKind},
 };
 
-/// Four ranks, three of which wait in all_reduce 31.
+/// Four ranks. Three of them wait in all_reduce 31.
 pub(super) fn behind(culprit: u32, stack: Stack) -> Job {
     let mut job = Job::with_world(4, 30);
     for rank in (0..4).filter(|rank| *rank != culprit) {

@@ -475,7 +475,7 @@ fn a_rank_and_a_process_that_wait_for_each_other_are_both_culprits() {
     awaits(&mut job, 2, "wait4", AwaitedKind::Child, &[1050]);
     job.process(50, "writer", Stack::new(&[("report", "/job/report.py:7")], &["write"]));
     chained(&mut job, 0, AwaitedKind::Pipe, "", &[1002]);
-    // The dump of the rank has its children, and this one stands in a write.
+    // The dump of the rank has its children, and this one is blocked in a write.
     let writer = job.evidence.processes[0].dump.clone().expect("a dump");
     let sample = ProcessSample {
         process_state: "S (sleeping)".into(),
@@ -1348,7 +1348,7 @@ fn a_process_that_is_to_become_the_missing_rank_is_the_culprit() {
     );
     let expected = "Process 1040 (zygote), which belongs to the job and is not yet a rank, is stopped";
     assert!(stopped.sentence.starts_with(expected), "{}", stopped.sentence);
-    // A worker that has not come so far, beside a monitor.
+    // A worker that has not registered yet, beside a monitor.
     let locked = judged(&|job| {
         job.process(51, "worker 2", Stack::lock()).parent_pid = 1040;
         job.process(52, "monitor", Stack::sleep()).parent_pid = 1040;
@@ -1422,8 +1422,8 @@ fn ranks_of_a_silent_job_that_wait_for_each_other_hang() {
         assert!(hangs.sentence.starts_with("Ranks 0-1 wait for each other: rank 0 is at"), "{}", hangs.sentence);
     }
     assert_eq!(judged(true, 3).hang, HangEvidence::None);
-    // Ranks, and a process of which they wait for messages. With one rank, it may be the front end
-    // of a notebook if it has started the rank or polls.
+    // Ranks, and a process whose messages they wait for. With one rank, it may be the front end of
+    // a notebook if it has started the rank or polls.
     let (idle, hangs) = (HangEvidence::None, HangEvidence::WaitChain);
     for (ranks, is_parent, call, hang) in
         [(1, true, "recv", idle), (1, false, "poll", idle), (1, false, "recv", hangs), (2, true, "recv", hangs)]
@@ -1835,7 +1835,7 @@ fn a_request_that_nobody_can_end_proves_a_hang_and_a_long_poll_does_not() {
         for (alone, root, why) in [
             ([false, false], SERVES_CLIENT, "another thread may set the event"),
             ([false, true], SERVES_CLIENT, "the thread has just begun to wait"),
-            ([true, true], "/usr/lib/python3.11/threading.py:982", "a thread may be there to wait for ever"),
+            ([true, true], "/usr/lib/python3.11/threading.py:982", "a thread may be there to wait forever"),
         ] {
             let verdict = judged(alone, root, listens);
             assert_eq!(

@@ -85,9 +85,9 @@ fn waits_for_gil(thread: &Thread<'_>) -> Option<String> {
     named.or_else(|| takes_gil_unnamed(thread)).map(str::to_owned)
 }
 
-/// The wait for the GIL in a stripped interpreter, which has only its public names. Of everything
-/// that these functions call, only the wait for the GIL waits for a condition with a timeout and
-/// has no public name itself.
+/// The wait for the GIL in a stripped interpreter, which has only its public names. Among all
+/// functions that these functions call, only the wait for the GIL waits for a condition with a
+/// timeout and has no public name itself.
 fn takes_gil_unnamed<'a>(thread: &Thread<'a>) -> Option<&'a str> {
     let frames = &thread.native?.frames;
     let (library, rest) = frames.split_at(frames.iter().take_while(|frame| in_c_library(frame)).count());
@@ -398,7 +398,7 @@ fn locks_in_tasks(thread: &Thread<'_>) -> Option<String> {
 /// The witness of a thread whose event loop waits for locks of asyncio only.
 pub(super) const TASK_LOCK: &str = "a lock of asyncio";
 
-/// What a task of asyncio waits for.
+/// The kind of object that an asyncio task waits for.
 #[derive(Clone, Copy, PartialEq)]
 enum TaskWait {
     /// Another task, or the end of a server.

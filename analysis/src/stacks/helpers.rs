@@ -78,7 +78,7 @@ pub(crate) fn stuck_helper(dump: &Stacktrace, training: Option<u32>) -> Option<S
         .or_else(|| workers(dump).find_map(busy_child))
 }
 
-/// What [`other_thread`] says of a process that has only one Python thread.
+/// The result of [`other_thread`] for a process that has only one Python thread.
 pub(crate) const NO_OTHER_THREAD: &str = "no other Python thread";
 
 /// The thread that holds the mutex for which a thread waits.
@@ -102,8 +102,8 @@ fn owner_of_mutex(sample: Sample<'_>, owner: u32) -> Option<String> {
     Some(format!("thread {} {does} at {place}", native.thread_name))
 }
 
-/// What another thread of the process does that holds the mutex for which the main thread waits, or
-/// may hold its lock: `thread uploader waits for the network at put (s3.py:30)`, or
+/// The activity of another thread of the process, which holds the mutex that the main thread waits
+/// for, or may hold its lock: `thread uploader waits for the network at put (s3.py:30)`, or
 /// [`NO_OTHER_THREAD`].
 pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<String> {
     let (_, last) = samples(dump);
@@ -120,7 +120,7 @@ pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<S
         let native = last.native_of(thread.os_thread_id)?;
         let has_own = |frames: &[PySpyFrame]| frames.iter().any(|frame| !is_library(&frame.file_name));
         let is_own = has_own(&thread.frames);
-        // What says most about the lock comes first.
+        // The activity that says most about the lock comes first.
         let (order, does) = match classify(Some(native), Some(thread)).activity {
             _ if waits_for_network(native) && !thread.suspended.is_empty() => (0, "waits in an event loop"),
             _ if waits_for_network(native) => (0, "waits for the network"),
@@ -161,7 +161,8 @@ fn busy_child(child: &ChildProcess) -> Option<StuckHelper> {
     busy.then(|| StuckHelper::child(child, "is busy on a CPU".to_owned()))
 }
 
-/// What the threads and child processes that the main thread may wait for did between the samples.
+/// The work between the samples of the threads and child processes that the main thread may wait
+/// for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct HelperWork {
     /// One of them used a processor. That may be an endless loop.
@@ -240,7 +241,8 @@ fn is_busy(used_ns: u64, between_ns: u64) -> bool {
     between_ns > 0 && used_ns as f64 >= BUSY_SHARE * between_ns as f64
 }
 
-/// The child process that the main thread waits for. Of several, the one that was started last.
+/// The child process that the main thread waits for. If there are several, the one that was started
+/// last.
 fn awaited_child(dump: &Stacktrace, last: Sample<'_>, training: Option<u32>) -> Option<StuckHelper> {
     let (native, python) = reporting_threads(last, dump.pid, training);
     if !waits_for_child(native, python) {

@@ -1,4 +1,4 @@
-//! The two samples of a dump, what is known of a process and its main thread, and what moved
+//! The two samples of a dump, the facts about a process and its main thread, and the changes
 //! between the samples.
 
 use xpu_timer_proto::{
@@ -89,7 +89,7 @@ pub(crate) struct ObservedActivity {
     pub witness: String,
 }
 
-/// What changed between the two samples of a process.
+/// The changes between the two samples of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub(crate) struct Movement {
     /// Processors used, on average.
@@ -164,7 +164,7 @@ pub(crate) struct Host {
     pub same_in_both: bool,
     /// Location of the main thread.
     pub location: Location,
-    /// What moved. `None` without two samples.
+    /// The changes between the samples. `None` without two samples.
     pub moved: Option<Movement>,
     /// A thread in uninterruptible sleep.
     pub d_sleep: Option<DSleep>,
@@ -201,7 +201,7 @@ pub(crate) struct Polling {
     pub in_ring: bool,
 }
 
-/// What a thread other than the main thread waits for.
+/// The wait of a thread other than the main thread.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct ThreadWait {
     pub awaited: Awaited,
@@ -234,7 +234,7 @@ impl Host {
     /// other process has open, and did not run between the samples.
     pub(crate) fn stands_in_storage(&self) -> bool {
         let moves = self.observed.activity == Activity::Io && self.same_in_both;
-        // Who opens a FIFO may wait for a person.
+        // A process that opens a FIFO may wait for a person.
         let opens = self.location.native.as_deref().is_some_and(|native| strip_variant(native).starts_with("open"));
         let in_file = |awaited: &Awaited| moves && !opens && is_storage(awaited, self.pid);
         let stands = self.moved.is_some_and(|moved| !moved.is_progress());
@@ -307,7 +307,7 @@ pub(crate) fn is_terminal(awaited: &Awaited) -> bool {
     awaited.kind() == AwaitedKind::File && (typed || name.starts_with("/dev/pts/") || name.starts_with("/dev/tty"))
 }
 
-/// What moved between the two samples. `None` without two samples of the main thread.
+/// The changes between the two samples. `None` without two samples of the main thread.
 pub(super) fn movement(
     dump: &Stacktrace,
     before: Option<ThreadStacks<'_>>,

@@ -39,7 +39,7 @@ pub(super) fn locate(
     let own_native = |frames| program.filter(|_| own.is_none()).and_then(|program| own_native_frame(frames, program));
     let native_function = native.and_then(|thread| {
         let function = most_specific_function(&thread.frames, &doing.witness)?;
-        // What the interpreter does inside says nothing beside the Python code that it runs.
+        // A function inside the interpreter adds nothing to the Python code that it runs.
         let runs = matches!(doing.activity, Activity::Running | Activity::Gil);
         if runs && own.is_some() && is_interpreter(&function.module) {
             return None;

@@ -1,4 +1,4 @@
-//! What holds a process that others wait for.
+//! The state that holds a process that others wait for.
 
 use xpu_timer_proto::server::AwaitedKind;
 
@@ -9,7 +9,7 @@ use super::{
 };
 use crate::verdict::Activity;
 
-/// What holds a process that others wait for.
+/// The state that holds a process that others wait for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ProcessState {
     /// It has ended.

@@ -1,4 +1,4 @@
-//! Combines the samples of a dump into what is known of a process, and finds the thread that
+//! Combines the samples of a dump into the facts about a process, and finds the thread that
 //! represents it: the main thread, or the training thread while the main thread only waits for it.
 
 use std::{
@@ -142,8 +142,8 @@ fn rests(host: &Host, dump: &Stacktrace, python: Option<&PySpyStacktrace>) -> bo
 
 /// The activity of the main thread in the first sample and in the last one, and whether the thread
 /// polls. It may be in the middle of a poll in one of the samples, in the same function. That is
-/// not progress, and the other sample shows what the thread does. A wait for something else than
-/// time says more than the sleep.
+/// not progress, and the other sample shows what the thread does. A wait for an object says more
+/// than the sleep.
 fn activities(
     before: Option<ThreadStacks<'_>>,
     main: ThreadStacks<'_>,
@@ -169,7 +169,7 @@ fn activities(
 
 /// The memory that the main thread polls, if other processes share any with it. The thread stays in
 /// one function of the program, and wakes up again and again from a sleep, or only lets other
-/// threads run. One that computes looks otherwise the same.
+/// threads run. One that computes looks the same otherwise.
 fn polling(
     before: ThreadStacks<'_>,
     main: ThreadStacks<'_>,
@@ -270,10 +270,10 @@ fn known_holders<'a>(sample: &PstackStacktrace, other: &'a PstackStacktrace) -> 
     (slept || (&awaited.name, &awaited.object) == (&known.name, &known.object)).then_some(known)
 }
 
-/// What the threads other than the main thread wait for, except what only the process itself has,
-/// and whether the main thread or an own thread waits with a timeout. If the main thread wants a
-/// mutex, only its owner counts. Whatever wakes a thread that waits for something else than in the
-/// sample before may wake the others: that counts as a timeout.
+/// The waits of the threads other than the main thread, except for objects that only the process
+/// itself has, and whether the main thread or an own thread waits with a timeout. If the main
+/// thread wants a mutex, only its owner counts. If a thread waits for another object than in the
+/// sample before, something has woken it and may wake the others: that counts as a timeout.
 fn waits_of_threads(
     (before, sample): (Option<Sample<'_>>, Sample<'_>),
     pid: i32,

@@ -23,7 +23,7 @@ pub(super) fn serves(frames: &[PySpyFrame]) -> bool {
 }
 
 /// Whether a process with this command and main thread serves others, or works on their tasks, and
-/// is not in a request or a task. What its main thread waits for, the caller knows.
+/// is not in a request or a task. The caller checks the object that its main thread waits for.
 pub(super) fn is_between_requests(command: &str, frames: &[PySpyFrame]) -> bool {
     awaits_task(frames) || serves(frames) || is_service_command(command) && !frames.iter().any(works)
 }
@@ -62,8 +62,8 @@ fn is_service_command(command: &str) -> bool {
         || word == "from" && runs_main()
 }
 
-/// What a command line executes, with its arguments. Of an interpreter: its script, its module, or
-/// its code.
+/// The program of a command line, with its arguments. For an interpreter: its script, its module,
+/// or its code.
 pub(super) fn executed(command: &str) -> &str {
     let (mut rest, mut interpreted) = (command.trim_start(), false);
     while !rest.is_empty() {

@@ -120,7 +120,7 @@ impl Error {
 /// Bit of the capability to inspect all processes.
 const CAP_SYS_PTRACE: u64 = 1 << 19;
 
-/// What the kernel checks, as far as it is visible from outside.
+/// The facts that the kernel checks, as far as they are visible from outside.
 #[derive(Debug, Clone, Copy, Default)]
 struct AccessFacts {
     own_uid: u32,

@@ -61,7 +61,7 @@ pub fn perf_map(bytes: &[u8]) {
     let map = PerfMap::parse(text.clone());
     for (start, name) in map.functions() {
         assert!(!name.is_empty() && !name.contains('\n'), "{name:?}");
-        assert!(text.lines().any(|line| line.ends_with(name)), "{name:?} stands in no line");
+        assert!(text.lines().any(|line| line.ends_with(name)), "no line contains {name:?}");
         // A later line may cover this address.
         let _ = map.find(start);
     }

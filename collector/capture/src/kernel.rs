@@ -1,4 +1,4 @@
-//! What the kernel reports about processes, threads and sockets: what
+//! Reads the kernel's reports about processes, threads and sockets: files that
 //! [`procfs`](xpu_timer_proto::procfs) does not read, and netlink.
 
 pub(crate) mod awaited;

@@ -72,7 +72,7 @@ impl Capturer {
         Capturer::with_images(Arc::default())
     }
 
-    /// Creates a capturer that shares what is known of objects.
+    /// Creates a capturer that shares the known facts about objects.
     pub(crate) fn with_images(images: Arc<Images>) -> Self {
         Capturer { images, symbolizer: Symbolizer::default() }
     }

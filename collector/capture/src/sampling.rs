@@ -43,7 +43,7 @@ const LONGEST_CAPTURE: Duration = Duration::from_secs(2);
 /// Time slice of the threads that take samples: the shortest that the kernel grants.
 const SLICE: Duration = Duration::from_micros(100);
 
-/// Which threads are sampled.
+/// The threads that are sampled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Threads {
     /// The main thread of the interpreter.
@@ -57,7 +57,7 @@ pub enum Threads {
 pub struct RecordOptions {
     /// Time between two samples.
     pub period: Duration,
-    /// Which threads are sampled.
+    /// The threads that are sampled.
     pub threads: Threads,
     /// Whether C frames are sampled as well, which takes a capture for each sample.
     pub native: bool,
@@ -68,8 +68,8 @@ pub struct RecordOptions {
     pub window: Duration,
 }
 
-/// Records the stacks of several processes. What it finds out about the objects that they map is
-/// kept for the next one.
+/// Records the stacks of several processes. It keeps its findings about the objects that they map
+/// for the next process.
 #[derive(Default)]
 pub struct StackRecorder {
     images: Arc<Images>,
@@ -132,8 +132,8 @@ impl ProcessRecording {
         self.shared.has_ended.load(Ordering::Acquire)
     }
 
-    /// The samples taken at or after a time (CLOCK_MONOTONIC). What is known of the rank and the
-    /// clocks is missing.
+    /// The samples taken at or after a time (CLOCK_MONOTONIC). The fields about the rank and the
+    /// clocks are not set.
     #[must_use]
     pub fn samples(&self, from_ns: u64) -> StackSamples {
         let period_ns = self.shared.options.period.as_nanos() as u64;
@@ -224,7 +224,7 @@ struct Loop<'a> {
     /// Start time of the process, which distinguishes it from a later one with this pid.
     started: u64,
     reader: Option<StackReader>,
-    /// What captures the native stacks, if they are wanted.
+    /// Captures the native stacks, if they are wanted.
     capturer: Option<Capturer>,
     /// Whether an interpreter was read before.
     had_reader: bool,

@@ -60,8 +60,8 @@ pub struct CodeLocation {
     pub module: Arc<str>,
     /// Program counter as an address of the object; 0 without an object.
     pub module_address: u64,
-    /// The functions that a frame at this place stands for: the inlined ones, leaf first, then the
-    /// function that they were inlined into.
+    /// The functions of a frame at this place: the inlined ones, leaf first, then the function that
+    /// they were inlined into.
     pub functions: Vec<Function>,
 }
 
@@ -242,7 +242,7 @@ fn is_instruction(frame: &PstackFrame) -> bool {
     frame.func_name.starts_with("_TAIL_CALL_")
 }
 
-/// Which stacks to print.
+/// The stacks to print.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum View {
     Native,

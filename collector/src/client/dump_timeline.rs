@@ -147,7 +147,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     if has_failed { print(&advice(kinds, &path)) } else { Ok(()) }
 }
 
-/// What to do if a collector does not take the request.
+/// Advice for the case that a collector does not take the request.
 fn advice(kinds: u32, path: &str) -> String {
     let detail = if kinds == COLLECTIVES { "" } else { "--kernels all " };
     let path = path.replace('\'', r"'\''");

@@ -24,12 +24,12 @@ const MOST_EXPLAINED: usize = 8;
 /// A larger timeline of a rank is not read.
 const MOST_BYTES: usize = 256 << 20;
 
-/// Which operations are compared.
+/// The operations to compare.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
-    /// How many seconds of them.
+    /// The window.
     pub window: Duration,
-    /// First record every kernel for so long.
+    /// First record every kernel for the length of the window.
     pub detail: bool,
 }
 

@@ -91,7 +91,7 @@ fn body(verdict: &Verdict, folder: Option<PathBuf>) -> Value {
     })
 }
 
-/// Removes the URL from an error text for the log: whoever has the URL may post to it.
+/// Removes the URL from an error text for the log: anyone who has the URL may post to it.
 fn without_url(problem: &str, url: &str) -> String {
     let path = url.split_once("://").map_or(url, |(_, rest)| rest);
     let problem = if path.is_empty() { problem.into() } else { problem.replace(path, secrets::HIDDEN) };

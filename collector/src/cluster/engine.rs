@@ -78,7 +78,7 @@ pub enum Action {
     Retire(BTreeSet<String>),
 }
 
-/// A delivery that a node was asked for.
+/// A delivery that a node was requested to send.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Expected {
     incident: String,

@@ -42,7 +42,7 @@ use crate::{
     },
 };
 
-/// What the thread gathers, and where.
+/// The input of the thread: the parts to gather, and the folder for them.
 #[derive(Debug, Clone)]
 pub struct GatherSetup {
     /// The dump of the job.
@@ -133,7 +133,7 @@ struct Gather {
     native: PrefixTree,
     python: PrefixTree,
     ranks: Ranks,
-    // The processes of all nodes that are no ranks.
+    // The processes of all nodes that are not ranks.
     processes: Vec<ProcessEvidence>,
     // Set after a verdict: the ranks are in the folder and no longer in `ranks`.
     written: bool,
@@ -155,7 +155,7 @@ struct IncomingFile {
     file: Option<fs::File>,
 }
 
-/// Maximum number of processes of a job that are no ranks. A node reports a few at most.
+/// Maximum number of processes of a job that are not ranks. A node reports a few at most.
 const MAX_PROCESSES: usize = 1 << 16;
 
 /// A dump has some megabytes. Without this limit a node could fill the disk.

@@ -46,7 +46,7 @@ pub struct Part {
 /// One incident.
 #[derive(Debug)]
 pub struct Incident {
-    /// What is known of it since it was opened.
+    /// The facts that were known when it was opened.
     pub head: Head,
     /// Whether it was requested by hand and no problem is known.
     pub by_hand: bool,

@@ -36,8 +36,8 @@ pub struct Node {
     keys: BTreeMap<JobKey, JobKey>,
 }
 
-/// What is kept of the entry of a rank, besides its claim. A cluster collector has a hundred
-/// thousand of them.
+/// The fields that are kept of the entry of a rank, besides its claim. A cluster collector has a
+/// hundred thousand of them.
 #[derive(Debug)]
 struct Reported {
     job: Arc<JobKey>,
@@ -292,7 +292,7 @@ pub struct Nodes {
     next: NodeId,
     // Number of claims received.
     claimed: u64,
-    // Names that may stand for several jobs, or jobs that nodes call differently.
+    // Names that may belong to several jobs, or jobs that nodes call differently.
     doubtful: BTreeSet<String>,
 }
 

@@ -113,7 +113,7 @@ impl Decoded {
     }
 }
 
-/// What is known from an entry that is no valid message.
+/// The readable fields of an entry that is not a valid message.
 fn repaired(rank: u32, bytes: &[u8]) -> RankEvidence {
     lenient::decode(bytes).unwrap_or_else(|error| {
         let presence = RankPresence::decode(bytes).map_or(0, |known| known.presence);

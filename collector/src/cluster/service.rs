@@ -272,7 +272,7 @@ mod tests {
             format!("speaks protocol {}", PROTOCOL_VERSION + 1),
             format!("this cluster collector {PROTOCOL_VERSION};"),
         ];
-        let Some(StreamEvent::Refused(node, why)) = received.recv().await else { panic!("the hub is told") };
+        let Some(StreamEvent::Refused(node, why)) = received.recv().await else { panic!("the hub is not informed") };
         assert_eq!((node.as_str(), why.as_str()), ("old", status.message()));
         assert!(versions.iter().all(|version| why.contains(version)), "{why}");
     }

@@ -40,7 +40,8 @@ struct TimelineInProgress {
     job: JobKey,
     wanted: WantedTimeline,
     asked_ns: u64,
-    // How long all nodes record before they are asked for their files; 0 for not.
+    // How long all nodes record before the cluster collector requests their files; 0 if they do not
+    // record.
     recording_ns: u64,
     // Whether the request to record must still be sent to them.
     begins: bool,

@@ -1,6 +1,6 @@
-//! What protects the way to a collector: the rule for its address, and the token of a request. The
-//! token is required from nodes and users at the cluster collector, and from other users at the
-//! control port of a node.
+//! Protects the way to a collector: the rule for its address, and the token of a request. The token
+//! is required from nodes and users at the cluster collector, and from other users at the control
+//! port of a node.
 
 use std::{fs, net::IpAddr, os::unix::fs::PermissionsExt, path::Path};
 

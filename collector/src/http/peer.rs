@@ -22,8 +22,7 @@ use xpu_timer_proto::procfs::{self, LISTEN, TcpSocket};
 pub(crate) struct Owners {
     // Whether the kernel answers over netlink.
     netlink: bool,
-    // The uid that stands for users without a mapping in this user namespace; `None` if every user
-    // has one.
+    // The uid of users without a mapping in this user namespace; `None` if every user has one.
     unmapped: Option<u32>,
 }
 

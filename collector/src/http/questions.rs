@@ -41,21 +41,21 @@ pub enum Question {
     SlowRanks(oneshot::Sender<Value>),
     /// `/timeline`.
     Timeline {
-        /// Which operations.
+        /// The wanted operations.
         wanted: WantedTimeline,
         /// Receives the answer.
         reply: TimelineReply,
     },
     /// `/HostingService/DumpKernelTrace`.
     KernelTrace {
-        /// What to record, and where.
+        /// The operations to record, and the folder for them.
         request: Request,
         /// Receives the original tool's message, or why the request is refused.
         reply: oneshot::Sender<Result<&'static str, Refusal>>,
     },
 }
 
-/// Which part of the timeline of a job is wanted.
+/// The wanted part of the timeline of a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WantedTimeline {
     /// Name of the job; `None` if there is only one.
@@ -86,7 +86,7 @@ pub(crate) const SHORTEST_PERIOD: Duration = Duration::from_millis(1);
 pub struct WantedRecording {
     /// Time between two samples.
     pub period: Duration,
-    /// Which threads.
+    /// The threads to record.
     pub threads: Threads,
     /// C frames as well.
     pub native: bool,

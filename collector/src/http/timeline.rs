@@ -62,7 +62,7 @@ pub(crate) fn routes<A: QuestionSender>() -> Router<A> {
         .route("/HostingService/DumpKernelTrace", get(kernel_trace::<A>).post(kernel_trace::<A>))
 }
 
-/// What a page is asked for.
+/// The query of a page.
 trait Wish: DeserializeOwned + Send + 'static {
     fn wanted(self) -> Result<WantedTimeline, Refusal>;
 }

@@ -112,7 +112,7 @@ pub struct Slots {
 /// connection looks at all of them while there is room.
 #[derive(Debug, Default)]
 struct Connections {
-    // Those without a request to end. No class is empty.
+    // Connections without a request to end. No class is empty.
     classes: BTreeMap<Class, BTreeMap<u64, Arc<Watch>>>,
     // The class of each connection that has a descriptor.
     class_of: BTreeMap<u64, Class>,

@@ -94,7 +94,7 @@ pub(crate) struct RaisedCause {
 /// One incident.
 #[derive(Debug, Clone)]
 pub(crate) struct Incident {
-    /// What is known of it since it was opened.
+    /// The facts that were known when it was opened.
     pub head: Head,
     /// The current state.
     pub state: State,

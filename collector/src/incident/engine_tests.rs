@@ -255,7 +255,7 @@ fn a_hang_does_not_wait_for_a_disk_that_does_not_answer() {
     let mut engine = Engine::default();
     engine.begin_search(at(100));
     assert_eq!(engine.raise(raise(operation(1, 7), 99), at(100)), None);
-    // What has ended in the meantime opens nothing.
+    // An operation that has ended in the meantime opens nothing.
     assert_eq!(engine.raise(raise(operation(2, 7), 99), at(100)), None);
     engine.clear_cause(&job("j"), &operation(2, 7), at(100));
     assert!(matches!(engine.tick(&alive(), at(101)).as_slice(), [Action::Dump(_)]));

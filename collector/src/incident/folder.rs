@@ -182,7 +182,7 @@ impl Folder {
     }
 
     /// Says in the folder that the timelines of its ranks are still coming. Logs an error: the
-    /// timelines come all the same.
+    /// timelines come anyway.
     pub fn announce_timelines(&self) {
         let text = format!(
             "The timelines of the ranks (*.{}, *.{}) are still coming. When they are here, report.html is drawn again, \

@@ -1,5 +1,5 @@
 //! Makes the verdict of an incident without risking the collector: if the judge panics, the verdict
-//! is `unknown` and contains what is known of the ranks.
+//! is `unknown` and contains the known facts about the ranks.
 
 use std::{
     any::Any,

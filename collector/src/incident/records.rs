@@ -21,9 +21,9 @@ use crate::{
     os::clock::{self, Now},
 };
 
-/// Only the newest folders are searched: an open incident is not older than its job.
+/// Number of folders that are searched, newest first: an open incident is not older than its job.
 const NEWEST: usize = 500;
-/// The same for a cluster collector.
+/// The number for a cluster collector.
 const NEWEST_OF_CLUSTER: usize = 200;
 /// Upper limit for a verdict; a larger file was not written by a collector.
 const MAX_JSON_BYTES: u64 = 64 * 1024 * 1024;

@@ -77,7 +77,8 @@ fn retire(root: &Path, keep: RetentionLimits, open: &BTreeSet<String>, now: Syst
     }
 }
 
-/// What is counted together. An incident whose parts differ counts as the first that fits.
+/// The kinds of incident, each with a limit of its own. An incident whose parts differ counts as
+/// the first kind that fits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Kind {
     Hang,

@@ -41,7 +41,7 @@ pub(crate) enum ViewerError {
     Failed {
         /// How it ended.
         status: ExitStatus,
-        /// What it printed.
+        /// Its error output.
         stderr: String,
     },
 }

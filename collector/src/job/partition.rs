@@ -14,7 +14,7 @@ use std::collections::{BTreeMap, BTreeSet};
 /// A process, identified by pid and start time.
 pub(crate) type ProcessId = (i32, u64);
 
-/// A process and what is known of its membership in a job.
+/// A process and the known facts about its membership in a job.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Member {
     /// `None` if it is not visible in this PID namespace.
@@ -349,7 +349,7 @@ pub(crate) fn partition(members: &[Member]) -> Vec<Assignment> {
     (0..members.len()).map(assignment).collect()
 }
 
-/// The usual case, which is checked fast: nothing contradicts.
+/// The usual case, which has a fast check: nothing contradicts.
 fn is_one_job(members: &[Member], mains: &[usize]) -> bool {
     let all = || mains.iter().map(|index| &members[*index]);
     let ranks: BTreeSet<i32> = all().map(|member| member.rank).collect();

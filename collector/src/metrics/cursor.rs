@@ -20,7 +20,7 @@ pub(crate) struct Cursor {
     pub began_late: bool,
 }
 
-/// What the reads so far have shown of a ticket.
+/// The results of the reads so far for a ticket.
 #[derive(Debug, Clone, Copy, Default)]
 struct Looks {
     /// Its operation was pending.
@@ -196,7 +196,7 @@ mod tests {
         for _ in 0..LOOKS {
             ring.look(&mut cursor, slots * 2);
         }
-        assert_eq!(cursor.pending(), 0, "the dropped one is not waited for any longer");
+        assert_eq!(cursor.pending(), 0, "the cursor no longer waits for the dropped one");
     }
 
     #[test]

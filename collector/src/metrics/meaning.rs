@@ -23,7 +23,7 @@ pub(crate) enum Family {
 /// The series of an operation within its rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Key {
-    /// What is measured.
+    /// The kind of operation.
     pub family: Family,
     dtype: &'static str,
     operation: &'static str,

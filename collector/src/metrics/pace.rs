@@ -130,7 +130,7 @@ impl Open {
                 self.wanted = self.level.saturating_sub(1);
             }
         }
-        // This block ends where the next one begins only if nothing lies between them.
+        // This block ends where the next one begins only if nothing is between them.
         self.begun_ns = if next >> self.level == self.index + 1 { self.last_ns } else { 0 };
         // Blocks begin at multiples of their size.
         if next.trailing_zeros() >= self.wanted {

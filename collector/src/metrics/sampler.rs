@@ -47,10 +47,10 @@ use crate::{
 /// Time between two looks at how full the rings are. A ring has thousands of slots, so a rank must
 /// launch tens of thousands of operations a second to overrun it in this time.
 pub(crate) const PEEK: Duration = Duration::from_millis(250);
-/// A ring with so many new operations is read at once. Many small reads cost less than a large one:
-/// their buffers stay in the cache.
+/// A ring with this number of new operations is read at once. Many small reads cost less than a
+/// large one: their buffers stay in the cache.
 const MANY_UNREAD: u64 = ring::op::SLOTS as u64 / 64;
-/// The same of calls of traced functions.
+/// The number of new calls of traced functions at which their ring is read at once.
 const MANY_UNREAD_CALLS: u64 = span::SLOTS as u64 / 4;
 /// Slots for which memory is kept from one read to the next.
 const KEPT_SLOTS: usize = 4096;
@@ -72,7 +72,7 @@ pub(crate) struct Sampler {
     operations: Vec<Operation>,
     /// The last operations.
     pub timeline: Store,
-    /// What a request of the original tool records.
+    /// The recording for a request of the original tool.
     pub recording: Recording,
     /// The counters of their interpreters.
     pub interpreters: Interpreters,
@@ -146,7 +146,7 @@ impl Sampler {
         }
     }
 
-    /// Whether the rings must be looked at every [`PEEK`].
+    /// Whether the sampler must check the rings every [`PEEK`].
     #[must_use]
     pub(crate) fn peeks(&self) -> bool {
         self.timeline.is_on() || self.recording.is_active()
@@ -480,7 +480,7 @@ impl Sampled {
                 alone = [(operation, communicator)];
                 &alone
             } else {
-                // The first member stands for all.
+                // The first member represents all.
                 let Some(found) = groups.remove(&(operation.group, operation.stream)) else { continue };
                 members = found;
                 &members

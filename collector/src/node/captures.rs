@@ -92,7 +92,7 @@ const LOOK: Duration = Duration::from_millis(200);
 /// threads are not free either.
 const MAX_GIVEN_UP: u32 = 8;
 
-/// Which processes to capture.
+/// The processes to capture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Scope {
     /// The given ones.

@@ -180,7 +180,7 @@ pub(super) struct PartSearch {
     pub(super) messages: VecDeque<cluster_message::Message>,
 }
 
-/// What the node remembers of its cluster.
+/// The state that the node keeps about its cluster.
 #[derive(Debug)]
 pub(super) struct Member {
     /// Why there is no stream; empty before the first one and while there is one.

@@ -71,7 +71,7 @@ impl NodeState {
     }
 
     fn send_hello(&mut self, now: Now) {
-        // A mild capture is none. If its problem lasts, the job is examined again.
+        // A mild capture is not an incident. If its problem lasts, the job is examined again.
         let is_mild = |incident: &&Incident| self.mild_incident(&incident.head.job).as_ref() == Some(&incident.head.id);
         let open = self.engine.incidents().filter(|incident| incident.closed.is_none() && !is_mild(incident));
         let incidents = open.filter_map(|incident| self.alarm(incident)).collect();
@@ -276,7 +276,7 @@ impl NodeState {
         if self.member.awaiting_verdict.remove(&verdict.incident).is_some() {
             let mut hanging = RankSet::new();
             verdict.hanging.iter().for_each(|run| hanging.insert_run(run.first, run.last));
-            // Of a mild verdict, the cluster collector has no incident any more.
+            // The cluster collector no longer has an incident for a mild verdict.
             let by_cluster = !verdict.is_mild;
             if let Some(incident) = self.engine.get(&verdict.incident).filter(|_| !by_cluster) {
                 let job = incident.head.job.clone();

@@ -44,14 +44,14 @@ pub(super) struct Subject {
     pub fault: SharedFault,
 }
 
-/// What was captured of one rank.
+/// The capture of one rank.
 #[derive(Debug, Default)]
 pub(super) struct RankCapture {
     /// First and second sample, each with the child processes.
     pub samples: [Option<ProcessCapture>; 2],
     /// Flight record, read with the second sample.
     pub flight: Option<FlightRecord>,
-    /// What could not be captured, and why.
+    /// The parts that could not be captured, and why.
     pub errors: Vec<String>,
 }
 
@@ -69,8 +69,8 @@ impl Subject {
         (!process::is_alive(parent)).then_some(parent.0)
     }
 
-    /// The launched command above this process, if it has ended. `is_known` tells of a command
-    /// whether this collector knows that. A command of another PID namespace only seems to have
+    /// The launched command above this process, if it has ended. `is_known` returns whether this
+    /// collector knows that for a command. A command of another PID namespace only seems to have
     /// ended.
     #[must_use]
     pub(super) fn ended_command(&self, is_known: impl Fn(ProcessId) -> bool) -> Option<ProcessId> {

@@ -1,7 +1,7 @@
-//! What happens when a rank has failed: its reason goes to the log, and the exit plugins of
-//! DLRover's xpu_timer (`XPU_TIMER_EXIT_HOOK_PLUGIN`) are called: each in a Python process of its
-//! own that has a time limit, never in the rank. Each failed rank has a thread for this. The ranks
-//! of a node often fail together, so a limited number of plugins runs at the same time.
+//! Runs when a rank has failed. It logs the reason and calls the exit plugins of DLRover's
+//! xpu_timer (`XPU_TIMER_EXIT_HOOK_PLUGIN`), each in a Python process of its own with a time limit,
+//! never in the rank. Each failed rank has a thread for this. The ranks of a node often fail
+//! together, so a limited number of plugins runs at the same time.
 
 use std::{
     fs::File,
@@ -42,7 +42,7 @@ const DEADLINE: Duration = Duration::from_secs(30);
 /// Maximum number of plugins that run at the same time. The time limit of a plugin starts with it,
 /// not while it waits.
 const MOST_AT_ONCE: usize = 4;
-/// Time between two looks whether it has ended.
+/// Time between two checks whether it has ended.
 const LOOK: Duration = Duration::from_millis(50);
 /// How long the stack at a fatal signal may still be in work when the process has ended.
 const FAULT_DEADLINE: Duration = Duration::from_secs(3);
@@ -61,7 +61,7 @@ pub(super) struct RunningPlugins {
 }
 
 impl RunningPlugins {
-    /// Whether a rank is being examined: somebody else than the owner has a reference.
+    /// Whether a rank is being examined: a thread other than the owner has a reference.
     pub(super) fn are_needed(self: &Arc<Self>) -> bool {
         Arc::strong_count(self) > 1
     }

@@ -44,7 +44,8 @@ const FILE_DEADLINE: Duration = Duration::from_millis(200);
 /// Maximum number of exceptions of one process that are being handled.
 const MOST_HANDLED: usize = 8;
 
-/// What a process writes so soon after an uncaught exception reports that exception.
+/// If a process writes within this time after an uncaught exception, the text reports that
+/// exception.
 const REPORT_NS: u64 = 1_000_000_000;
 
 /// How the lines begin that PyTorch adds to the text of an error of CUDA.
@@ -64,7 +65,7 @@ struct Traceback {
     ends_text: bool,
 }
 
-/// What is known about the failures of a process that has a ring or had one.
+/// The known failures of a process that has a ring or had one.
 #[must_use]
 pub fn of_process(ring: Option<&RingFile>, process: Option<&Handle>, exit: &str, fault: &SharedFault) -> Vec<Failure> {
     let mut found: Vec<Failure> = lock(fault).iter().map(|fault| fault.failure.clone()).collect();
@@ -85,7 +86,7 @@ pub fn of_process(ring: Option<&RingFile>, process: Option<&Handle>, exit: &str,
         let exit = if uncaught.as_ref().is_some_and(is_report) { Exit::Unknown } else { Exit::of(exit) };
         found.extend(of_text(&text, age_ns, exit, &found));
     }
-    // What it wrote before may be about an exception that it survived.
+    // The text before may be about an exception that the process survived.
     drop(found.splice(..0, uncaught));
     if let Some((text, age_ns)) = text(stderr::CHILDREN)
         && let Some(Traceback { failure, .. }) = last_traceback(&text)
@@ -99,7 +100,7 @@ pub fn of_process(ring: Option<&RingFile>, process: Option<&Handle>, exit: &str,
     found
 }
 
-/// What the last text of a process shows, beyond what is known.
+/// The failures that the last text of a process shows, besides the known ones.
 #[must_use]
 pub fn of_text(text: &str, age_ns: u64, exit: Exit<'_>, known: &[Failure]) -> Vec<Failure> {
     let mut found = Vec::new();
@@ -185,9 +186,9 @@ fn last_traceback(text: &str) -> Option<Traceback> {
     // The text may begin on the next line.
     let next = lines.get(index).filter(|_| message.is_empty() && line.ends_with(':'));
     let message = next.map_or(message, |next| next.trim());
-    // Of a text of several lines, only those are known that PyTorch marks or that it adds to each
-    // error of CUDA. Nothing separates the others from what follows. PyTorch's log has the rank,
-    // too, but no space behind it: `[rank1]:[W1127 …`.
+    // In a text of several lines, only the lines are known that PyTorch marks or that it adds to
+    // each error of CUDA. Nothing separates the others from the following output. PyTorch's log has
+    // the rank, too, but no space behind it: `[rank1]:[W1127 …`.
     let mark = |line| rank_mark(line).filter(|(_, behind)| behind.starts_with(' ')).map(|(rank, _)| rank);
     let marks: Vec<Option<&str>> = text.lines().map(mark).collect();
     let mark = marks[index - 1];

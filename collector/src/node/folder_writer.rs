@@ -54,7 +54,7 @@ pub(super) struct WriteResult {
     pub path: Option<PathBuf>,
     /// Whether it has the verdict.
     pub written: bool,
-    /// What the cluster collector gets.
+    /// The part for the cluster collector.
     pub part: Option<PartLocation>,
     /// The verdict, with any errors added.
     pub verdict: Verdict,
@@ -277,14 +277,14 @@ pub(super) struct DeferredTimelines {
     draws: bool,
 }
 
-/// What was written later.
+/// The result of writing the timelines of an incident after its verdict.
 #[derive(Debug)]
 pub(super) struct WrittenTimelines {
     /// Name of the incident.
     pub incident: String,
     /// Its folder.
     pub path: PathBuf,
-    /// What could not be written.
+    /// The error, if they could not be written.
     pub problem: Option<String>,
 }
 
@@ -324,7 +324,7 @@ impl DeferredTimelines {
         let folder = Folder { path: path.clone() };
         let work = move |steps: &Steps| {
             let mut problems = Problems::default();
-            // Those of an earlier dump into this folder may just have come.
+            // The timelines of an earlier dump into this folder may just have come.
             folder.announce_timelines();
             if !write_timelines(&timelines, world_size, &folder, &mut problems, steps) {
                 // The disk answers again, but nobody waits any more.
@@ -388,7 +388,7 @@ fn make(task: &DumpTask, root_choice: RootChoice) -> Result<(Folder, Option<Erro
     }
 }
 
-/// What the cluster collector gets, if there is one.
+/// The part for the cluster collector, if there is one.
 fn part_of(found: &Findings, errors: Vec<String>) -> Option<Box<NodeDump>> {
     let Findings { task, evidence } = found;
     let operations = task.for_cluster?.operations;

@@ -92,7 +92,7 @@ const MAX_RANKS: usize = 1024;
 const MAX_BELOW: usize = 256;
 /// Number of threads of a process whose children are looked up.
 const MAX_THREADS: usize = 512;
-/// Number of threads of a rank whose children are looked at, each once a second: the main thread
+/// Number of threads of a rank whose children are checked, each once a second: the main thread
 /// starts most of them.
 const MAX_STARTERS: usize = 1;
 /// By this age a process has executed its final program.
@@ -237,7 +237,7 @@ impl Launched {
         for LaunchedCommand { process: command, .. } in self.commands.clone() {
             let mut above = vec![command.pid];
             // The descendants of a rank are its helpers, which may be many. Only its children, such
-            // as the workers of a pool, are looked at.
+            // as the workers of a pool, are checked.
             let mut registered: Vec<i32> = Vec::new();
             if is_registered(command.pid, command.start) {
                 std::mem::swap(&mut above, &mut registered);
@@ -323,8 +323,8 @@ impl Launched {
             }
         };
         let mut ranks: BTreeMap<(&JobKey, i32), &Unregistered> = BTreeMap::new();
-        // Prefers the running entry, else the one that ended last. Of several running ones, the
-        // oldest is the rank: a process that it has forked may have left its family.
+        // Prefers the running entry, else the one that ended last. If several run, the oldest is
+        // the rank: a process that it has forked may have left its family.
         let mut by_age = running.clone();
         by_age.sort_by_key(|rank| std::cmp::Reverse(rank.start));
         for rank in over.into_iter().filter(is_of_its_world).chain(by_age) {
@@ -448,9 +448,9 @@ mod tests {
         let mut launched = Launched::default();
         launched.add(command(&agent));
         launched.scan(Path::new("/other"), |_, _| false);
-        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(1, false)], "it talks to another collector");
+        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(1, false)], "it uses another collector");
         launched.scan(Path::new("/s"), |other, _| other == pid);
-        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [], "who has registered speaks for itself");
+        assert_eq!(ranks_and_ends(&launched, None, Now::get()), [], "a registered process reports for itself");
         launched.scan(Path::new("/s"), |_, _| false);
         assert_eq!(ranks_and_ends(&launched, None, Now::get()), [(4, false)]);
         let fds = launched.fds().count();

@@ -192,7 +192,7 @@ fn memory(page: &mut Page, seen: &[(Labels, &Sampled)]) {
     }
 }
 
-/// Which ranks of this node wait for which.
+/// The ranks of this node that wait, and the ranks that they wait for.
 fn slow(page: &mut Page, state: &NodeState, alive: &[(Labels, &Rank)]) {
     type Value<'a> = &'a dyn Fn(&Rank, u32) -> Option<f64>;
     let families: [(&str, &str, Value<'_>); 2] = [

@@ -57,7 +57,7 @@ pub(super) struct DumpTask {
     pub fallback_path: PathBuf,
     /// The state of the incident that a next collector needs if this one is killed while it writes.
     pub record: Record,
-    /// What is kept for the cluster collector; `None` without one.
+    /// The part to keep for the cluster collector; `None` without one.
     pub for_cluster: Option<ClusterPart>,
     /// Whether a verdict without a hang is only logged, and its dump kept as a mild capture. The
     /// verdict on a part of a job is that of the cluster collector, which decides it.
@@ -120,7 +120,7 @@ pub(super) struct Outcome {
     pub timeline_path: PathBuf,
     /// When the first sample began, CLOCK_MONOTONIC.
     pub sampled_ns: u64,
-    /// What the cluster collector gets.
+    /// The part for the cluster collector.
     pub part: Option<PartLocation>,
     /// Whether the timelines of the ranks are still to be written into the folder.
     pub timelines_follow: bool,
@@ -390,7 +390,7 @@ mod tests {
         assert_eq!(world(&[subject(0, -1, 0, 0), subject(3, -1, 0, 0)]), (4, None));
         assert_eq!(world(&[subject(0, 0, 0, 2)]), (2, None));
         assert_eq!(world(&[]), (0, None));
-        assert_eq!(world(&[subject(2, 0, u32::MAX, 4)]), (4, None), "more ranks here than there are");
+        assert_eq!(world(&[subject(2, 0, u32::MAX, 4)]), (4, None), "more ranks on the node than in the world");
         assert_eq!(world(&[subject(i32::MAX as u32, 0, u32::MAX, u32::MAX)]), (u32::MAX, None));
     }
 }

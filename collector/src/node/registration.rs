@@ -1,4 +1,4 @@
-//! What hooks report: processes register, signal hangs, and end.
+//! Handles the messages of the hooks: processes register, signal hangs, and end.
 
 use std::{path::Path, sync::Arc, thread, time::Duration};
 

@@ -228,7 +228,7 @@ impl Rank {
     }
 
     /// Whether it ended with success, or on request: by a signal that requests the end, or with the
-    /// exit code that stands for SIGTERM.
+    /// exit code for SIGTERM.
     #[must_use]
     pub(super) fn ended_in_order(&self) -> bool {
         let exit = Exit::of(self.exit.as_deref().unwrap_or_default());

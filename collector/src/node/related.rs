@@ -20,7 +20,7 @@ use crate::node::{
 const MAX_PROCESSES: usize = 32;
 /// Maximum number of parents, and of their children, that are captured because a rank is missing.
 const MAX_FAMILY: usize = 16;
-/// Number of processes below the launched commands that are looked at for their connections.
+/// Number of processes below the launched commands whose connections are checked.
 const MAX_BELOW_COMMANDS: usize = 256;
 /// Number of these that are captured.
 const MAX_CONNECTED: usize = 16;

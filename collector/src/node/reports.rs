@@ -30,7 +30,7 @@ pub(super) struct IncidentReport {
     pub sampled_ns: u64,
     /// This node's own verdict, for when the cluster's does not come.
     pub own: Option<VerdictSummary>,
-    /// What went wrong.
+    /// The errors.
     pub errors: Vec<String>,
     /// The verdict, as long as no folder has it.
     pub verdict: Option<Box<Verdict>>,
@@ -73,7 +73,7 @@ fn no_ranks(verdict: &Verdict) -> Vec<i32> {
     processes.filter(|process| process.rank.is_none()).map(|process| process.pid).collect()
 }
 
-/// What a verdict says about a job that may not hang.
+/// A summary of the verdict on a job that may not hang.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct ExaminedJob<'a> {
     /// It shows no hang.
@@ -84,7 +84,7 @@ pub(super) struct ExaminedJob<'a> {
     pub culprits: &'a [u32],
 }
 
-/// What a verdict says about the ranks of its job.
+/// A summary of a verdict for the ranks of its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct VerdictSummary {
     /// Whether the verdict is a reason to end the ranks.

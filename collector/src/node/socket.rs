@@ -111,8 +111,8 @@ impl Endpoint {
         Endpoint { listener, path: path.into(), inode, removes: false, lock }
     }
 
-    /// What another process needs to take over the endpoint: listener, lock, and the inode of the
-    /// socket's file.
+    /// The parts that another process needs to take over the endpoint: listener, lock, and the
+    /// inode of the socket's file.
     #[must_use]
     pub(crate) fn parts(&self) -> ([BorrowedFd<'_>; 2], u64) {
         ([self.listener.as_fd(), self.lock.as_fd()], self.inode)

@@ -112,9 +112,9 @@ pub(super) struct DetailedTimeline {
     pub asked_ns: u64,
     /// Its job.
     pub job: JobKey,
-    /// What is wanted of it.
+    /// The wanted part of it.
     pub wanted: WantedTimeline,
-    /// Who waits for it.
+    /// Receives the answer.
     pub reply: TimelineReply,
 }
 
@@ -273,7 +273,7 @@ pub(super) fn living_ranks(registry: &Registry) -> impl Iterator<Item = &Rank> {
 }
 
 /// The pid that names a rank in a cause. A process outside this PID namespace has no pid here; its
-/// negative entry id stands for it.
+/// negative entry id names it instead.
 pub(super) fn cause_pid(rank: &Rank) -> i32 {
     match rank.pid() {
         0 => -i32::try_from(rank.id).unwrap_or(i32::MAX),

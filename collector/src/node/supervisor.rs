@@ -426,7 +426,7 @@ mod tests {
             assert!(at(2, 1).is_some_and(|pause| pause <= 30_000));
         }
         assert_eq!(at(300, 1), Some(30_000));
-        assert_eq!(at(602, 1), None, "nobody has been served for the time after which an unused one ends");
+        assert_eq!(at(602, 1), None, "no client for the time after which an unused collector exits");
         assert_eq!(at(603, 61), Some(0));
     }
 

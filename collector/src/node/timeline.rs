@@ -36,7 +36,7 @@ use crate::{
 const CHUNKS: usize = 2;
 /// The longest time for which every kernel is recorded.
 const LONGEST_DETAIL: Duration = Duration::from_secs(600);
-/// Detail for a request of the original tool is requested for so long at a time.
+/// The time for which one request to the hooks asks for detail, for a request of the original tool.
 const TRACE_DETAIL_NS: u64 = 4_000_000_000;
 
 fn views(registry: &Registry) -> impl Iterator<Item = RankView<'_>> {
@@ -44,7 +44,7 @@ fn views(registry: &Registry) -> impl Iterator<Item = RankView<'_>> {
 }
 
 impl NodeState {
-    /// The longest time until the rings must be looked at.
+    /// The longest time until the rings must be checked.
     pub(super) fn next_peek(&self) -> Duration {
         let is_running = self.registry.ranks().any(|rank| rank.ring.is_some() && rank.has_process());
         if self.sampler.peeks() && is_running || !self.detailed.is_empty() { PEEK } else { TICK }
@@ -122,7 +122,7 @@ impl NodeState {
         of_job.iter().filter(is_wanted).filter_map(timeline).collect()
     }
 
-    /// What a request for timelines gets.
+    /// The answer to a request for timelines.
     fn wanted_timelines(
         &mut self,
         job: &JobKey,
@@ -162,7 +162,7 @@ impl NodeState {
         }
         let jobs: Vec<JobKey> = self.registry.jobs().into_iter().collect();
         let alive: Vec<JobKey> = jobs.iter().filter(|job| self.registry.is_alive(job)).cloned().collect();
-        // Without a name, a running job is meant.
+        // Without a name, the request is for a running job.
         let choice = if wanted.job.is_none() && !alive.is_empty() { &alive } else { &jobs };
         let job = wanted_job(choice, wanted.job.as_deref())?;
         match &wanted.ranks {
@@ -283,7 +283,7 @@ impl NodeState {
         }
         let (path, kinds) = (request.path.clone(), kernel_trace::kinds_text(request.kinds));
         let ranks: Vec<RankId> = views(&self.registry).filter(|view| !view.has_ended).map(|view| view.id).collect();
-        // What has completed so far is before the request.
+        // Operations that have completed so far are before the request.
         self.sampler.read_all(views(&self.registry), now);
         if !self.sampler.recording.is_active() {
             let start_ns = now.mono_ns.saturating_add(request.since_unix_ns.saturating_sub(now.unix_ns));

@@ -51,8 +51,7 @@ pub(super) struct Address {
 /// Number of control messages that may wait: a node sends a few a second.
 const BACKLOG: usize = 256;
 const CONNECT: Duration = Duration::from_secs(5);
-/// Time limit from the first byte to the confirmation that the stream stands: TLS, HTTP/2 and the
-/// token.
+/// Time limit from the first byte to the confirmation of the stream: TLS, HTTP/2 and the token.
 const JOIN: Duration = Duration::from_secs(15);
 const SHORTEST_PAUSE: Duration = Duration::from_millis(500);
 const LONGEST_PAUSE: Duration = Duration::from_secs(15);

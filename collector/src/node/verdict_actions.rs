@@ -1,5 +1,5 @@
-//! What follows a verdict: `XPU_TIMER_COMMON_HANG`, another look at a job that may be healthy, and
-//! `XPU_TIMER_HANG_KILL`, which ends the ranks of a hung job so that its agent restarts them.
+//! The actions after a verdict: `XPU_TIMER_COMMON_HANG`, another look at a job that may be healthy,
+//! and `XPU_TIMER_HANG_KILL`, which ends the ranks of a hung job so that its agent restarts them.
 //!
 //! Only a verdict with evidence of a hang ends ranks. Any progress since its samples cancels that.
 

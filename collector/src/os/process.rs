@@ -119,8 +119,8 @@ pub struct Handle {
 }
 
 impl Handle {
-    /// Opens a process that has connected. What is read here disappears when the process ends, so
-    /// this happens before `Welcome` is sent: a process that sends `Hello` was alive then.
+    /// Opens a process that has connected. The data that it reads disappears when the process ends,
+    /// so this happens before `Welcome` is sent: a process that sends `Hello` was alive then.
     ///
     /// # Errors
     /// If there is no such process.
@@ -228,7 +228,7 @@ pub(crate) struct RankProcess {
     pub parent: i32,
     /// Start time.
     pub start: u64,
-    /// Who it is in its job.
+    /// Its identity in its job.
     pub info: RankInfo,
     /// Distinguishes jobs of one name; see [`Handle::instance`].
     pub instance: String,

@@ -21,7 +21,7 @@ use crate::{
     timeline::store::{Block, Window, end_ns},
 };
 
-/// What is kept of one rank, ready to be written by another thread. The recorder of operations and
+/// The timeline of one rank, ready to be written by another thread. The recorder of operations and
 /// the sampler of stacks do not depend on each other.
 #[derive(Debug, Clone)]
 pub(crate) struct RankTimeline {
@@ -58,7 +58,7 @@ impl RankOperations {
     /// Writes the file. Returns the number of its operations.
     ///
     /// # Errors
-    /// Those of `out`.
+    /// The errors of `out`.
     pub(crate) fn write(&self, mut out: &mut dyn Write) -> io::Result<u64> {
         timeline::write(&mut out, Part::Head(self.head()))?;
         let mut operations = 0;

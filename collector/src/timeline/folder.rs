@@ -25,7 +25,7 @@ pub(crate) const PREFIX: &str = "timeline-";
 /// Prefix of the name while files are written.
 pub(crate) const UNFINISHED: &str = ".new-timeline-";
 
-/// What was written.
+/// The result of writing.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Written {
     /// The folder.
@@ -36,7 +36,7 @@ pub(crate) struct Written {
     pub operations: u64,
     /// Operations that are missing. Should be 0.
     pub lost: u64,
-    /// What could not be written, and why.
+    /// The parts that could not be written, and why.
     pub problems: Vec<String>,
 }
 

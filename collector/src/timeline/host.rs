@@ -45,7 +45,7 @@ struct Requested {
 }
 
 impl HostSampler {
-    /// Takes so many light samples a second of each rank.
+    /// Takes this number of light samples a second of each rank.
     #[must_use]
     pub(crate) fn new(samples_per_second: u32) -> Self {
         let light = (samples_per_second > 0).then(|| RecordOptions {
@@ -122,7 +122,7 @@ impl HostSampler {
     }
 }
 
-/// Adds what is known of the rank and of the clocks.
+/// Adds the rank and the readings of the clocks.
 fn complete(samples: StackSamples, info: &RankInfo, clock: &[Now]) -> StackSamples {
     let reading = |now: &Now| ClockReading { monotonic_ns: now.mono_ns, realtime_ns: now.unix_ns };
     StackSamples { rank: Some(info.clone()), clock: clock.iter().map(reading).collect(), ..samples }

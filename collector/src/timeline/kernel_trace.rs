@@ -36,7 +36,7 @@ const MAX_COUNT: usize = 100_000;
 /// A hook takes a third of a second to record in detail.
 const LEAD_NS: u64 = 1_000_000_000;
 
-/// What a request records.
+/// A request to record.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Request {
     /// The folder for the files.

@@ -20,11 +20,11 @@ use xpu_timer_proto::{
 pub(crate) struct Stacks {
     /// In the order in which they were completed.
     pub stacks: Vec<LaunchStack>,
-    /// What their indices refer to.
+    /// The frames that their indices refer to.
     pub frames: Vec<PySpyFrame>,
 }
 
-/// What is known of the stacks of one rank.
+/// The state of the launch stacks of one rank.
 #[derive(Debug, Default)]
 pub(crate) struct LaunchStacks {
     /// Number of entries of the ring that were read.

@@ -39,7 +39,7 @@ pub(crate) struct Block {
     pub ended_ns: (u64, u64),
 }
 
-/// What is kept of one rank.
+/// The recorded operations of one rank.
 #[derive(Debug, Default)]
 struct Recorded {
     job: Option<JobKey>,
@@ -410,7 +410,7 @@ mod tests {
         store.add(2, &job("a"), &ended(1..=150));
         store.add(3, &job("b"), &ended(1..=20));
         store.turn(at(5_000), |_| true);
-        // Nothing of a job that stands has left, however long ago that was.
+        // The store keeps all of a hung job, however long ago its last operation ended.
         let all = |store: &mut Store, id| tickets(&store.window(id, 0));
         for (id, last) in [(1, 200), (2, 150)] {
             let kept = all(&mut store, id);

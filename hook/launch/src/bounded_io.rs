@@ -28,7 +28,7 @@ use xpu_timer_proto::file;
 /// [`file::read`], within [`file::PATIENCE`].
 ///
 /// # Errors
-/// Those of [`file::read`], or that the file system does not answer.
+/// The errors of [`file::read`], or that the file system does not answer.
 pub(crate) fn read(path: &Path) -> io::Result<Vec<u8>> {
     in_child(|| file::read(path))
 }

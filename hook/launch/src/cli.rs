@@ -112,11 +112,11 @@ usage: xpu_timer_print_env [--json] [--pid N | --library FILE | [--] program [ar
   (nothing)        the settings of this shell
   --pid N          the settings of a running process, whether the hook is in it, and the hooked
                    functions of its libraries
-  program …        the same for a program and the libraries that the dynamic loader would load;
-                   does not run it
+  program …        the settings of a program, and the hooked functions of it and of the libraries
+                   that the dynamic loader would load; does not run it
   --library FILE   the hooked functions of a library, and functions that are not hooked but look
                    like launches, collectives or matrix products
-  --json           the same as JSON
+  --json           prints the report as JSON
 
 Exit codes: 0 without a problem; 1 for an invalid value, a missing part, or a process or program
 that cannot be hooked; 2 for wrong usage.

@@ -53,7 +53,7 @@ const LOG_START_BYTES: u64 = 64 << 10;
 pub(crate) struct RunningCollector {
     /// Its process id; 0 if it is in another PID namespace.
     pub pid: i32,
-    /// What it cannot do if it was just started; a line.
+    /// A limitation, if it was just started; a line.
     pub remark: Option<String>,
 }
 

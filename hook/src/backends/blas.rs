@@ -426,11 +426,12 @@ pub(crate) struct Attributes {
     pub trans_b: c_int,
 }
 
-/// Those of cuBLASLt. MACA is assumed to use the same numbers; its header was not available.
+/// The attributes of cuBLASLt. MACA is assumed to use the same numbers; its header was not
+/// available.
 const CUBLAS_LT: Attributes =
     Attributes { kind: 0, rows: 2, columns: 3, leading: 4, batch: 5, stride: 6, trans_a: 3, trans_b: 4 };
 
-/// Those of hipBLASLt in ROCm 6 and 7.
+/// The attributes of hipBLASLt in ROCm 6 and 7.
 const HIPBLAS_LT: Attributes =
     Attributes { kind: 2, rows: 4, columns: 5, leading: 6, batch: 0, stride: 1, trans_a: 0, trans_b: 1 };
 
@@ -530,7 +531,7 @@ mod tests {
         assert_eq!([2, 0, 1, 3, 14].map(dtype_of), types);
         assert_eq!([150, 151, 152, 160, 168].map(dtype_of), types);
         assert_eq!([4, 5, 154, 155].map(dtype_of), [DataType::Complex64, DataType::Complex128].repeat(2)[..]);
-        assert_eq!([6, 169, 255].map(dtype_of), [DataType::Unspecified; 3], "complex halves and none");
+        assert_eq!([6, 169, 255].map(dtype_of), [DataType::Unspecified; 3], "complex half types and an unknown type");
     }
 
     #[test]

@@ -289,9 +289,9 @@ fn is_limit(ms: u64) -> bool {
     ms == u64::MAX || LIMITS_MS.contains(&ms)
 }
 
-/// What a reduction with a root computes, and the root. In its options, the root, a number that is
-/// always 0 and the timeout follow the operation. A sum without a known root if the layout is not
-/// known.
+/// The operation of a reduction with a root, and the root. In its options, the root, a number that
+/// is always 0 and the timeout follow the operation. If the layout is not known: a sum without a
+/// known root.
 fn rooted_reduce(options: Word) -> (u8, i32) {
     let fits = |word: &dyn Fn(usize) -> u64, place: usize| {
         i32::try_from(word(place)).is_ok() && word(place + 1) == 0 && is_limit(word(place + 2))
@@ -309,8 +309,8 @@ fn reduce_number(kind: u8) -> u8 {
     NUMBERS.get(usize::from(kind)).copied().unwrap_or(u8::MAX)
 }
 
-/// What a reduction without a root computes: the timeout follows the operation. A sum if the layout
-/// of the options is not known.
+/// The operation of a reduction without a root. In its options, the timeout follows the operation.
+/// If the layout is not known: a sum.
 fn reduce_kind(options: Word) -> u8 {
     reduce_operation(options, |word, place| is_limit(word(place))).map_or(0, |(kind, _)| reduce_number(kind))
 }

@@ -2,8 +2,8 @@
 //! wrappers and its exported symbol, and the path that every hooked call takes.
 //!
 //! A row supplies code that runs before the real function, and returns a token for the code that
-//! runs after it. Whatever happens in that code, the real function is called with the caller's
-//! arguments, and the caller gets its result and errno.
+//! runs after it. Even if that code fails, the real function is called with the caller's arguments,
+//! and the caller gets its result and errno.
 
 use std::{
     ffi::{CStr, c_int, c_void},
@@ -41,7 +41,7 @@ impl Site {
     }
 }
 
-/// What a row does after the real function has returned.
+/// The code of a row that runs after the real function has returned.
 pub(crate) trait AfterCall {
     /// `result` is the value that the real function returned.
     fn after(self, recorder: &'static Recorder, result: c_int);

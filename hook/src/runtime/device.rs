@@ -37,9 +37,9 @@ type GetName = unsafe extern "C" fn(*mut *const c_char, *mut c_void) -> c_int;
 
 type CaptureInfo = unsafe extern "C" fn(Stream, *mut c_int, *mut u64, *mut c_void, *mut c_void, *mut c_void) -> c_int;
 
-/// What a thread is bound to: a context or a device. The rest of the hook calls both a context and
-/// represents it as a number other than 0: the address of the driver's context, or the device
-/// number plus one, with a generation; see `runtime::contexts`.
+/// The functions for the launch target of a thread: a context or a device. The rest of the hook
+/// calls both a context and represents it as a number other than 0: the address of the driver's
+/// context, or the device number plus one, with a generation; see `runtime::contexts`.
 enum LaunchTargetFunctions {
     Context {
         of_stream: unsafe extern "C" fn(Stream, *mut Context) -> c_int,
@@ -57,11 +57,11 @@ enum LaunchTargetFunctions {
 
 static DEVICE: LeakedOnce<Device> = LeakedOnce::new();
 
-/// When the driver was last searched in vain, by the coarse clock.
+/// Time of the last unsuccessful search for the driver, by the coarse clock.
 static SEARCHED_NS: AtomicU64 = AtomicU64::new(0);
 
-/// Pause after a search in vain. It takes milliseconds, because the linker looks into all folders
-/// of its path, and a program on another device never has this driver.
+/// Pause after an unsuccessful search. A search takes milliseconds, because the linker looks into
+/// all folders of its path, and a program on another device never has this driver.
 const SEARCH_PAUSE_NS: u64 = 500_000_000;
 
 /// The driver, once it is loaded. It may be missed for half a second. A driver that lacks one of

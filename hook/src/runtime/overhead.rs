@@ -20,7 +20,7 @@ use crate::runtime::{
 /// four clock readings. The first launches are skipped, because they do more than later ones.
 const LAUNCHES: (u32, u32) = (256, 16);
 
-/// The same for calls of the collective library.
+/// Period and index of the measured calls of the collective library.
 const COLLECTIVES: (u32, u32) = (32, 4);
 
 /// Duration of one clock reading in nanoseconds. 0 until the recorder starts.

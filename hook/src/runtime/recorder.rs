@@ -1,9 +1,9 @@
 //! The flight recorder, the only writer of the ring.
 //!
 //! Launching threads call everything here, so nothing takes a lock, allocates or makes a system
-//! call. What does not fit is counted. The launching thread writes a slot and hands it to the
-//! watcher. Only the watcher frees it, so a pending operation is never overwritten. Threads that
-//! launch in different communicators write to different cache lines.
+//! call. Operations that do not fit are counted. The launching thread writes a slot and hands it to
+//! the watcher. Only the watcher frees it, so a pending operation is never overwritten. Threads
+//! that launch in different communicators write to different cache lines.
 
 use std::{
     io,
@@ -173,21 +173,22 @@ pub(crate) struct Recorder {
     pub destroying: AtomicU32,
     /// A test injects panics; see `lifecycle::panics`.
     pub injects_panics: AtomicBool,
-    /// Which calls get events.
+    /// The calls that get events.
     pub bracketed: Bracketed,
-    /// Which launches are looked at for Python stacks.
+    /// The launches whose Python stacks are read.
     pub stacks: LaunchStacks,
     seen: Box<[AtomicU64]>,
     shared: Shared,
 }
 
-/// Which calls get events besides collectives. Every launch reads it, and it is written rarely.
+/// The calls that get events besides collectives. Every launch reads this word, and writes are
+/// rare.
 #[derive(Default)]
 #[repr(align(64))]
 pub(crate) struct Bracketed {
     /// The kinds, and until when: a word of [`detail`].
     wanted: AtomicU64,
-    /// What the user asks for, a [`Bracket`].
+    /// The user's setting, a [`Bracket`].
     mode: AtomicU32,
 }
 
@@ -228,23 +229,23 @@ impl Bracketed {
     }
 }
 
-/// The launches that are looked at, and the kinds of operations among them.
+/// The launches whose Python stacks are read, and the kinds of operations among them.
 #[derive(Default)]
 pub(crate) struct LaunchStacks {
-    /// Launches that are still looked at. Every operation reads it.
+    /// Number of launches whose stacks are still to be read. Every operation reads this word.
     left: AtomicU32,
     is_started: AtomicBool,
     seen: OnceLock<Box<[AtomicU64]>>,
 }
 
 impl LaunchStacks {
-    /// Whether the next launch is looked at.
+    /// Whether the stack of the next launch is read.
     #[inline(always)]
     pub(crate) fn are_wanted(&self) -> bool {
         self.left.load(Ordering::Relaxed) != 0
     }
 
-    /// Counts a launch. False if enough were looked at.
+    /// Counts a launch. False if enough stacks were read.
     fn count(&self) -> bool {
         self.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok()
     }

@@ -6,11 +6,11 @@
 //! executes it between two instructions, with the GIL, and registers native functions: with
 //! `sys.monitoring` for events on the code of the listed functions alone, or before CPython 3.12 as
 //! the pointers through which these functions are called, and in `gc.callbacks`. Functions of
-//! modules that come later are found when `importlib` has loaded a module: the hook traces the
-//! function that loads it, so there is no import hook.
+//! modules that are imported later are found when `importlib` has loaded a module: the hook traces
+//! the function that loads it, so there is no import hook.
 //!
-//! Architecture Invariant: the interpreter never sees a failure of this code, and runs nothing but
-//! native functions of it.
+//! Architecture Invariant: the interpreter never sees a failure of this code, and runs only native
+//! functions of it.
 
 pub(crate) mod callbacks;
 pub(crate) mod interpreter;
@@ -49,7 +49,7 @@ pub(crate) const VARIABLE: &str = "XPU_TIMER_HOST_TRACING_FUNC";
 /// Name of the garbage collections among the functions.
 const COLLECTIONS: &str = "GC";
 
-/// What the original tool traces besides the functions of the variable.
+/// The functions that the original tool traces besides those of the variable.
 const DEFAULTS: [&str; 12] = [
     COLLECTIONS,
     "torch.utils.data.dataloader@_BaseDataLoaderIter@__next__",
@@ -160,7 +160,7 @@ static NONE: AtomicPtr<interpreter::PyObject> = AtomicPtr::new(std::ptr::null_mu
 /// Index of the garbage collections, -1 if they are not traced.
 static COLLECTIONS_INDEX: AtomicI64 = AtomicI64::new(-1);
 
-/// What the watcher and the callbacks share. Neither waits for the other.
+/// The state that the watcher and the callbacks share. Neither waits for the other.
 struct State {
     targets: Vec<(Target, Progress)>,
     exceptions: uncaught::Listener,
@@ -188,14 +188,14 @@ struct Monitoring {
     of_all: i64,
 }
 
-/// What is known of a function.
+/// The tracing state of a function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Progress {
     /// Its module is not imported.
     NoModule,
     /// Its module has no such name.
     Absent,
-    /// It is no Python function.
+    /// It is not a Python function.
     Native,
     /// Its call only creates a generator or a coroutine, and nothing shows when that one runs.
     Generator,
@@ -491,8 +491,8 @@ fn resolve(api: &'static Api, state: &mut State) {
     }
 }
 
-/// Follows names from a module. Nothing but dictionaries is looked at, so no code of the program
-/// runs, such as that of a module that imports its parts when they are used.
+/// Follows names from a module. It reads only dictionaries, so no code of the program runs, such as
+/// that of a module that imports its parts when they are used.
 fn find(api: &'static Api, module: Owned, path: &[CString]) -> Option<Owned> {
     path.iter().try_fold(module, |object, name| {
         if !api.is_class(&object) {
@@ -503,11 +503,11 @@ fn find(api: &'static Api, module: Owned, path: &[CString]) -> Option<Owned> {
     })
 }
 
-/// Decorators are followed to so many functions.
+/// Maximum number of decorated functions to follow.
 const MOST_WRAPPERS: usize = 16;
 
 /// A function, or the function that it decorates: the code of a decorator is shared by all
-/// functions that it decorates. `None` if it is no Python function.
+/// functions that it decorates. `None` if it is not a Python function.
 fn function_of(api: &'static Api, function: Owned, depth: usize) -> Option<Owned> {
     if depth > MOST_WRAPPERS {
         return None;
@@ -551,7 +551,7 @@ fn counted_none() -> Reference {
 /// The first argument of an event: the code object. Null if there is none.
 ///
 /// # Safety
-/// The interpreter passes so many arguments.
+/// `count` is the number of arguments that the interpreter passes.
 #[inline]
 unsafe fn first(arguments: *const Reference, count: isize) -> Reference {
     // SAFETY: the caller's promise.

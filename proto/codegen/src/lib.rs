@@ -69,7 +69,7 @@ fn generated_code_is_up_to_date() {
 
 /// The package of `.stacktrace` files.
 const SERVER: &str = "xpu_timer.server";
-/// Messages of other packages of which some code decodes only a part.
+/// Messages of other packages that some code decodes only in part.
 const DECODED_IN_PART: [&str; 4] = ["Evidence", "RankEvidence", "FlightRecord", "StackTree"];
 
 /// Generates the shapes for [`lenient::decode`]: the fields of each message that are texts or

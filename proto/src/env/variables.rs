@@ -62,7 +62,7 @@ variables! {
     XPU_TIMER_TIMELINE_MB = "64", "megabytes of memory for these operations, of all ranks of a node together; the oldest leave first";
     XPU_TIMER_TIMELINE_TRACE_COUNT = "1000", "operations of a rank that xpu_timer_dump_timeline records, if the request does not say";
     XPU_TIMER_ALL_DUMP_TIMELINE = "1", "0: of the ranks that xpu_timer_dump_timeline records, only rank 0 writes a .timeline.meta";
-    XPU_TIMER_DUMP_STACK_COUNT = "0", "launches of a rank that are looked at for Python stacks: a timeline has that of the first launch of each kind; 0: none";
+    XPU_TIMER_DUMP_STACK_COUNT = "0", "launches of a rank whose Python stacks are read: a timeline has the stack of the first launch of each kind; 0: none";
     XPU_TIMER_HOST_TRACING_FUNC = "", "Python functions whose calls are recorded, comma separated: module@object@function; CPython 3.8 and newer; see docs/timeline.md";
     XPU_TIMER_WEBHOOK = "", "URL to which every verdict is posted as JSON";
     XPU_TIMER_KEEP_INCIDENTS = "200", "number of incident folders to keep, for hangs, dumps on demand and promoted captures each; 0: all";
@@ -74,8 +74,8 @@ variables! {
     XPU_TIMER_EXIT_HOOK_PLUGIN = "", "Python files, comma separated, with functions that the collector calls for each rank that fails; see docs/failures.md";
     XPU_TIMER_INLINE = "auto", "code to replace where no symbol can be interposed; off: none; auto: gloo, and collectives and matrix products that are statically linked or bound to themselves; all: also the driver and the runtime";
     XPU_TIMER_NCCL_LIB_PATH = "", "path of the collective library, if its name is not one that the hook knows";
-    XPU_TIMER_CUBLAS_LIB_PATH = "", "the same for cuBLAS";
-    XPU_TIMER_CUBLASLT_LIB_PATH = "", "the same for cuBLASLt";
+    XPU_TIMER_CUBLAS_LIB_PATH = "", "path of cuBLAS, if its name is not one that the hook knows";
+    XPU_TIMER_CUBLASLT_LIB_PATH = "", "path of cuBLASLt, if its name is not one that the hook knows";
     XPU_TIMER_JOB = "", "job name; default: that of the scheduler";
     XPU_TIMER_SOCKET = "", "socket of the node collector" set by xpu_timer_launch;
     XPU_TIMER_COLLECTOR_PID = "", "process that may read the memory of the ranks and their children" set by xpu_timer_launch;

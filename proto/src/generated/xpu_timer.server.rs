@@ -60,8 +60,8 @@ pub struct PstackStacktrace {
     /// Number of the system call that the thread is in; -1 for none, absent when unknown.
     #[prost(int64, optional, tag = "107")]
     pub syscall: ::core::option::Option<i64>,
-    /// What that system call waits for: for the main thread, and for all threads of a process whose
-    /// main thread waits for another thread of the process.
+    /// The object that this system call waits for. Set for the main thread, and for all threads of a
+    /// process whose main thread waits for another thread of the process.
     #[prost(message, optional, tag = "108")]
     pub awaited: ::core::option::Option<Awaited>,
     /// That system call ends after a timeout. Known for the same threads.
@@ -72,8 +72,8 @@ pub struct PstackStacktrace {
     #[prost(message, repeated, tag = "110")]
     pub sharers: ::prost::alloc::vec::Vec<Holder>,
 }
-/// What a system call waits for, from the kernel's tables and the memory of the process. A file is
-/// never accessed.
+/// The object that a system call waits for, from the kernel's tables and the memory of the process.
+/// A file is never accessed.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct Awaited {
     #[prost(enumeration = "AwaitedKind", tag = "1")]
@@ -164,7 +164,7 @@ pub struct PySuspended {
     /// Leaf first: from the innermost coroutine to that of the task.
     #[prost(message, repeated, tag = "3")]
     pub frames: ::prost::alloc::vec::Vec<PySpyFrame>,
-    /// What it waits for, such as `a future` or `task 'Task-7'`; empty when unknown.
+    /// The object that it waits for, such as `a future` or `task 'Task-7'`; empty when unknown.
     #[prost(string, tag = "4")]
     pub awaits: ::prost::alloc::string::String,
 }
@@ -225,7 +225,7 @@ pub struct ProcessSample {
     /// read.
     #[prost(uint64, tag = "6")]
     pub io_bytes: u64,
-    /// What could not be captured, one sentence each. Should be empty.
+    /// The parts that could not be captured, one sentence each. Should be empty.
     #[prost(string, repeated, tag = "7")]
     pub errors: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     /// Wall time of this capture, and the longest time for which a thread was stopped.

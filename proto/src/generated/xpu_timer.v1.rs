@@ -791,7 +791,7 @@ pub mod timeline_chunk {
         Block(super::TimelineBlock),
     }
 }
-/// What is known of the rank and its clock.
+/// Facts about the rank, its clock and its communicators.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct TimelineHead {
     /// Version of this format, now 2. A reader refuses a newer one.
@@ -852,8 +852,9 @@ pub struct MemoryReading {
     /// CLOCK_MONOTONIC.
     #[prost(uint64, tag = "1")]
     pub monotonic_ns: u64,
-    /// Bytes that the process has allocated and not freed. What the driver and the libraries use for
-    /// themselves is missing, and so is what was allocated before the hook saw its first call.
+    /// Bytes that the process has allocated and not freed. Memory that the driver and the libraries
+    /// use for themselves is missing, and so is memory that was allocated before the hook saw its
+    /// first call.
     #[prost(uint64, tag = "2")]
     pub allocated_bytes: u64,
 }
@@ -932,7 +933,7 @@ pub struct StackSamples {
     pub from_ns: u64,
     #[prost(uint64, tag = "6")]
     pub until_ns: u64,
-    /// The time that one sample stands for.
+    /// The time that one sample represents.
     #[prost(uint64, tag = "7")]
     pub period_ns: u64,
     #[prost(message, repeated, tag = "8")]
@@ -953,8 +954,8 @@ pub struct StackSamples {
     /// Samples that were not taken because the machine was busy. Should be 0.
     #[prost(uint64, tag = "13")]
     pub missed: u64,
-    /// What happened to the process or to the recording, for people: it ended, executed another
-    /// program, or forked.
+    /// Notes for people about the process or the recording: it ended, executed another program, or
+    /// forked.
     #[prost(string, repeated, tag = "14")]
     pub notes: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     /// Whether the stacks have C frames.
@@ -1052,14 +1053,14 @@ pub struct Failure {
     /// The first line of its text. Secrets are hidden.
     #[prost(string, tag = "3")]
     pub message: ::prost::alloc::string::String,
-    /// The innermost frame of the program: `train.py:33 in step`; of a signal the innermost native
+    /// The innermost frame of the program: `train.py:33 in step`; for a signal, the innermost native
     /// function that is not part of raising the signal.
     #[prost(string, tag = "4")]
     pub place: ::prost::alloc::string::String,
     /// Thread or child process, if it is known and not the main thread.
     #[prost(string, tag = "5")]
     pub thread: ::prost::alloc::string::String,
-    /// Of an exception outermost first, `path:line in function`; of a signal innermost first.
+    /// `path:line in function`: outermost first for an exception, innermost first for a signal.
     #[prost(string, repeated, tag = "6")]
     pub frames: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     /// Time from the last text on standard error to the dump.
@@ -1068,13 +1069,13 @@ pub struct Failure {
     /// Python ignored the exception: it was raised in `__del__`, or in a callback.
     #[prost(bool, tag = "8")]
     pub ignored: bool,
-    /// Of a signal, the addresses of `frames`, and from the start of their library.
+    /// For a signal: the addresses of `frames`, and their offsets in the library.
     #[prost(uint64, repeated, tag = "9")]
     pub addresses: ::prost::alloc::vec::Vec<u64>,
     #[prost(uint64, repeated, tag = "10")]
     pub offsets: ::prost::alloc::vec::Vec<u64>,
 }
-/// What a process does, from both samples of its dump.
+/// The activity of a process, from both samples of its dump.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct HostFacts {
     /// The main thread has a stack.
@@ -1082,7 +1083,7 @@ pub struct HostFacts {
     pub stack: bool,
     #[prost(string, tag = "2")]
     pub state: ::prost::alloc::string::String,
-    /// What the main thread does in the last sample, and the frame that shows it.
+    /// The activity of the main thread in the last sample, and the frame that shows it.
     #[prost(enumeration = "HostActivity", tag = "3")]
     pub activity: i32,
     #[prost(string, tag = "4")]
@@ -1106,7 +1107,7 @@ pub struct HostFacts {
     pub gil_holder: ::core::option::Option<::prost::alloc::boxed::Box<HostGilHolder>>,
     #[prost(string, optional, tag = "13")]
     pub compiler: ::core::option::Option<::prost::alloc::string::String>,
-    /// What the main thread's system call waits for.
+    /// The object that the main thread's system call waits for.
     #[prost(message, optional, boxed, tag = "14")]
     pub awaited: ::core::option::Option<
         ::prost::alloc::boxed::Box<super::server::Awaited>,
@@ -1152,7 +1153,7 @@ pub struct HostFacts {
     /// Names of the known defects whose signature its stacks have, whatever the versions.
     #[prost(string, repeated, tag = "31")]
     pub defect_signs: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
-    /// What another thread does that may hold a lock for which the main thread waits.
+    /// The activity of another thread, which may hold a lock that the main thread waits for.
     #[prost(string, optional, tag = "32")]
     pub other_thread: ::core::option::Option<::prost::alloc::string::String>,
     /// Tasks and greenlets that wait at one place in both samples, and not for a timer. Those at equal
@@ -1189,7 +1190,7 @@ pub struct HostSuspended {
     /// Number of tasks or greenlets, if more than one.
     #[prost(uint32, tag = "4")]
     pub count: u32,
-    /// What tasks await, if that is not a future.
+    /// The object that tasks await, if it is not a future.
     #[prost(string, tag = "5")]
     pub awaits: ::prost::alloc::string::String,
 }
@@ -1425,7 +1426,7 @@ impl FailureKind {
         }
     }
 }
-/// What a main thread does; see `analysis::verdict::Activity`.
+/// The activity of a main thread; see `analysis::verdict::Activity`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum HostActivity {
@@ -1803,7 +1804,7 @@ pub struct NodeDump {
     /// This is the last part.
     #[prost(bool, tag = "5")]
     pub last: bool,
-    /// What the node failed to do.
+    /// The errors of the node.
     #[prost(string, repeated, tag = "6")]
     pub errors: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     /// Condensed: facts in place of stacks.
@@ -1887,7 +1888,7 @@ pub struct TimelineFile {
     /// Operations that are missing. Should be 0.
     #[prost(uint64, tag = "5")]
     pub lost: u64,
-    /// What could not be sent, and why.
+    /// The part that could not be sent, and the reason.
     #[prost(string, tag = "6")]
     pub problem: ::prost::alloc::string::String,
 }

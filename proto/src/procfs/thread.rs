@@ -1,4 +1,4 @@
-//! What the kernel reports about a single thread: its system call and its place in the kernel, and
+//! Reads the kernel's report about a single thread: its system call, its place in the kernel, and
 //! how often the scheduler ran it.
 
 use std::{fs::File, io, os::unix::fs::FileExt};
@@ -112,7 +112,7 @@ impl Schedule {
     }
 }
 
-/// What the scheduler counts for a thread.
+/// The scheduler's counters for a thread.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Schedstat {
     /// Time on a CPU.

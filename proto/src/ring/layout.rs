@@ -8,8 +8,8 @@ use crate::v1::{DataType, Op, OpKind};
 /// Version of the layout. It changes with every change of a constant below.
 pub const VERSION: u32 = 12;
 
-/// Bytes of two cache lines, which processors fetch together. What one thread writes often shares
-/// no such pair with what another thread writes: a collective costs 40 ns more otherwise.
+/// Bytes of two cache lines, which processors fetch together. Words that one thread writes often
+/// share no such pair with words of another thread: a collective costs 40 ns more otherwise.
 pub(super) const LINE_PAIR: usize = 128;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
@@ -43,7 +43,7 @@ pub mod header {
     /// nanoseconds. While it is 0, [`super::op::STARTED_NS`] and [`super::op::COMPLETED_NS`] are
     /// late by up to 0.1 s.
     pub const ALIGNED_NS: usize = 10;
-    /// Number of launches that are looked at for Python stacks; 0 if no stacks are wanted.
+    /// Number of launches whose Python stacks are read; 0 if no stacks are wanted.
     pub const STACKS_WANTED: usize = 11;
     /// Number of [`super::stack`] entries in use. The last ones may not be published yet.
     pub const STACKS: usize = 12;
@@ -455,10 +455,10 @@ pub(super) mod span {
     pub const BEGAN_NS: usize = 2;
     /// When it ended.
     pub const ENDED_NS: usize = 3;
-    /// Of a garbage collection: its generation plus one; 0 for a function.
+    /// Generation of a garbage collection plus one; 0 for a function.
     pub const GENERATION: usize = 4;
-    /// Of a garbage collection: collected objects in the low half, uncollectable ones in the high
-    /// half.
+    /// Objects of a garbage collection: collected ones in the low half, uncollectable ones in the
+    /// high half.
     pub const OBJECTS: usize = 5;
     /// Number of words in a slot.
     pub const WORDS: usize = 8;
@@ -537,7 +537,7 @@ pub mod offset {
 }
 
 /// Where the interpreter of a process keeps its threads and their frames: an address and offsets in
-/// bytes. The collector finds them out, and the hook follows them.
+/// bytes. The collector determines them, and the hook follows them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FrameLayout {
     /// Address of `_PyRuntime`.

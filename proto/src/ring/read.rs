@@ -57,7 +57,7 @@ pub struct Progress {
 /// Reads when the process last made progress, from the header, the lanes and all operation slots.
 ///
 /// # Errors
-/// Those of [`read_header`].
+/// The errors of [`read_header`].
 pub fn read_progress(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Progress> {
     let (head, _) = read_head(&read_at)?;
     let slots = entries::<{ op::WORDS }>(&read_at, offset::OPS, op::SLOTS)?;
@@ -237,7 +237,7 @@ pub fn read_fault(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Res
 /// CLOCK_MONOTONIC.
 ///
 /// # Errors
-/// Those of [`read_header`].
+/// The errors of [`read_header`].
 pub fn read(
     read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>,
     rank: RankInfo,

@@ -68,7 +68,7 @@ impl SpanCursor {
             let mut bytes = vec![0; count * WORDS * 8];
             let at = (offset::SPANS + first * WORDS * 8) as u64;
             read_at(at, &mut bytes)?;
-            // What was overwritten meanwhile may be torn.
+            // Entries that were overwritten meanwhile may be torn.
             let overwritten = read_taken(&read_at)?.saturating_sub(SLOTS as u64);
             for words in entries_of::<WORDS>(&bytes) {
                 if words[TICKET] == 0 && self.next >= overwritten {

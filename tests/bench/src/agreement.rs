@@ -116,7 +116,7 @@ fn compare_python(ours: &[PySpyStacktrace], theirs: &[PythonStack], own_tid: imp
                 let (our, their) = (frames.unwrap_or_default(), &their.frames);
                 let at = our.iter().zip(their).take_while(|(our, their)| our == their).count();
                 format!(
-                    "{} frames against {}, from frame {at} {:?} against {:?}, thread id the same: {same_tid}",
+                    "{} frames against {}, from frame {at} {:?} against {:?}, equal thread ids: {same_tid}",
                     our.len(),
                     their.len(),
                     our.get(at),
@@ -172,7 +172,7 @@ const PHASES: [&str; 3] = ["busy", "sleeps", "calls"];
 const RANKS: usize = 8;
 const SECONDS: u32 = 30;
 
-/// What one recorder makes of eight ranks.
+/// The results of one recorder on eight ranks.
 struct Recorded {
     /// Percent of a core that it takes.
     cost: f64,

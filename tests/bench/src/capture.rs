@@ -39,7 +39,7 @@ enum Part {
     Artificial,
     /// A hung job on the torch of this machine's Debian
     Torch,
-    /// The same on the current torch of Debian forky
+    /// A hung job on the current torch of Debian forky
     TorchForky,
     /// Python frames of every CPython version, against py-spy
     Pythons,

@@ -64,7 +64,7 @@ const TOKEN_FILE: &str = "XPU_TIMER_COLLECTOR_TOKEN_FILE";
 /// Descriptors of this process besides those of the connections.
 const SPARE_DESCRIPTORS: u64 = 1024;
 const TIMELINES_LIMIT: Duration = Duration::from_secs(10);
-/// An incident of a large job keeps the timelines of at most so many culprits and groups.
+/// The maximum number of culprits and groups whose timelines an incident of a large job keeps.
 const MOST_TIMELINES: usize = 32;
 
 /// Runs the benchmark. Returns whether all limits hold.
@@ -298,7 +298,7 @@ fn look(folder: &Path, nodes: u32) -> Result<Duration> {
     ensure!(folded.contains(&format!("@0-{}|", world - 1)), "a frame that all ranks share");
     let evidence = Evidence::decode(&fs::read(folder.join("evidence.bin"))?[..])?;
     ensure!(evidence.ranks.len() == world as usize, "{} ranks in the evidence", evidence.ranks.len());
-    // Of a large job, only the culprits and one rank of each group keep their timelines.
+    // In a large job, only the culprits and one rank of each group keep their timelines.
     let timelines: Vec<u32> = fs::read_dir(folder)?
         .filter_map(|entry| timeline::rank_of_file(&entry.ok()?.path()).map(|(rank, _)| rank))
         .collect();

@@ -67,7 +67,7 @@ const COLLECTIVE_LIMIT_NS: f64 = 80.0;
 const QUESTION_LIMIT_NS: f64 = 50.0;
 const DETAILED_LIMIT_NS: f64 = 120.0;
 const TRACED_LIMIT_NS: f64 = 300.0;
-/// What a call of another function may take longer than without the variable, in nanoseconds: the
+/// Limit for the time that the variable adds to a call of another function, in nanoseconds: the
 /// noise between two processes.
 const UNTRACED_LIMIT_NS: f64 = 1.5;
 /// CPythons whose functions are traced.
@@ -153,7 +153,7 @@ impl Bench {
         self.calls_with(&[], what, threads, rounds, calls)
     }
 
-    /// The same with these variables.
+    /// Runs `hook_calls` under the hook with these variables.
     fn calls_with(
         &self,
         environment: &[(&str, &str)],
@@ -194,7 +194,7 @@ struct Calls {
     rounds: usize,
     /// Nanoseconds that the hook added to a call, for each valid round.
     at_full_speed: Vec<f64>,
-    /// The same for rounds in which another process used the processor.
+    /// Nanoseconds of rounds in which another process used the processor.
     shared: Vec<f64>,
     flight: FlightRecord,
 }
@@ -288,10 +288,8 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
                     let health = calls.flight.health.unwrap_or_default();
                     let own = health.collective_cost_ns as f64 / health.collective_samples.max(1) as f64;
                     let samples = health.collective_samples;
-                    report.note(
-                        "  the same by the hook's own report, records included",
-                        format!("{own:.0} ns ({samples})"),
-                    );
+                    report
+                        .note("  cost by the hook's own report, records included", format!("{own:.0} ns ({samples})"));
                 }
             }
             Err(error) => report.failed(&what, &error),
@@ -299,8 +297,7 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
     }
 }
 
-/// A launch while every kernel is recorded in detail. The events are the same as with
-/// `XPU_TIMER_BRACKET=all`.
+/// A launch while every kernel is recorded in detail, with the events of `XPU_TIMER_BRACKET=all`.
 fn detailed(bench: &Bench, record: f64, options: &Options, report: &mut Report) {
     let what = "launch in detail without its two event records, 1 thread: median (p90)";
     let measured = bench.calls_with(&[("XPU_TIMER_BRACKET", "all")], "launch", 1, options.rounds, 128);
@@ -491,7 +488,7 @@ time.sleep(2)
 print(rounds(100, 128, 0), rounds(15, 8, 1))
 ";
 
-/// What the stack of a new kind must cost at least. Otherwise none was kept.
+/// The least cost of the stack of a new kind. Below it, no stack was kept.
 const LEAST_STACK_NS: f64 = 300.0;
 
 /// A collective while Python stacks of launches are kept: of a kind whose stack is known, and the
@@ -533,8 +530,8 @@ fn start(bench: &Bench, options: &Options, report: &mut Report) {
     let own = |name: &str| bench.folder.path().join(name);
     for (what, program, arguments) in [
         ("added to start and end, wall time: median", own("hook_start"), &[][..]),
-        ("the same of a program with 50 MB of symbols", own("hook_start_large"), &[]),
-        ("the same of `python3 -c pass`", python(), &["-c", "pass"]),
+        ("added to a program with 50 MB of symbols", own("hook_start_large"), &[]),
+        ("added to `python3 -c pass`", python(), &["-c", "pass"]),
     ] {
         let wall = |hooked: bool| -> Result<Duration> {
             let mut command = Command::new(&program);

@@ -19,7 +19,7 @@ use std::{path::PathBuf, process::ExitCode};
 use anyhow::Result;
 use clap::Parser;
 
-/// What the program does.
+/// The benchmark to run.
 #[derive(Parser)]
 #[command(name = "xpu_timer_bench")]
 enum Command {

@@ -159,7 +159,7 @@ pub struct PythonStack {
 /// Parses the output of `py-spy dump -j`, without the pseudo frames of CPython 3.13.
 pub fn parse_py_spy(text: &str) -> Result<Vec<PythonStack>> {
     let json: Value = serde_json::from_str(text).context("py-spy's JSON")?;
-    let threads = json.as_array().context("py-spy's JSON is no list")?;
+    let threads = json.as_array().context("py-spy's JSON is not a list")?;
     Ok(threads.iter().map(python_stack).collect())
 }
 

@@ -42,12 +42,13 @@ pub struct Options {
     write: bool,
 }
 
-/// The trace takes at most so many times as long as its copy.
+/// Limit for the time of the trace, in multiples of the time of its copy.
 const MOST_COPIES: f64 = 3.0;
 const MOST_MEMORY: u64 = 256 << 20;
-/// The trace of 1,024 ranks has 17 GB. It and its copy overwrite themselves after so many bytes.
+/// The trace of 1,024 ranks has 17 GB. It and its copy overwrite themselves after this number of
+/// bytes.
 const MOST_ON_DISK: usize = 2 << 30;
-/// They wait for the disk each time after so many bytes, as any file does that is larger than the
+/// They wait for the disk after each such number of bytes, as any file does that is larger than the
 /// memory.
 const SYNC_BYTES: usize = 256 << 20;
 
@@ -123,7 +124,7 @@ fn generate(command: &Command, output: &Path) -> Result<(u64, u64)> {
     Ok((bytes, memory))
 }
 
-/// Copies so many bytes of a file, which is read again from its start if it is shorter.
+/// Copies this number of bytes of a file, which is read again from its start if it is shorter.
 fn copy(from: &Path, bytes: u64, to: &Path) -> io::Result<()> {
     let (mut from, mut left) = (File::open(from)?, bytes);
     write_through(to, |buffer| {

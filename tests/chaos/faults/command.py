@@ -121,7 +121,7 @@ def same(script, wrap=()):
     said = [line for line in our_err if line not in err]
     launches = script.count("$LAUNCH") if "for " not in script else 6
     must(len(said) <= 2 * launches, f"it says {len(said)} lines: {tail(chr(10).join(said))}")
-    return f"the same; {len(said)} lines said" if said else "the same"
+    return f"unchanged; {len(said)} lines printed" if said else "unchanged"
 
 
 def needs(program):

@@ -264,9 +264,9 @@ struct Fault {
     name: String,
     /// The file in `faults/` that contains it.
     area: String,
-    /// What goes wrong.
+    /// The fault, as a sentence.
     fault: String,
-    /// What must hold.
+    /// The property that must hold.
     promise: String,
     /// It uses random moments, so a long run repeats it.
     chance: bool,

@@ -387,7 +387,7 @@ def ring_actor_pool():
 
 
 def rollout(actor, trajectories, trouble, commands=None, weights=0):
-    """Plays on its own device; with `weights`, it takes new ones whenever it is told to."""
+    """Plays on its own device; with `weights`, it takes new ones on each command."""
     die_with_parent()
     set_title(f"rollout-{actor}")
     policy = Worker(f"rollout{actor}", 0, 1, device=4 + actor)
@@ -519,7 +519,7 @@ def rl_weights_skipped():
 
 
 def environment(lines):
-    """The simulator of one game, which is no worker."""
+    """The simulator of one game, which is not a worker."""
     die_with_parent()
     set_title("simulator")
     for step in itertools.count(1):

@@ -83,7 +83,7 @@ def main_thread_ends(job):
 
 
 def module_in_import(job):
-    """A plugin is imported twice: by a thread, which does not come to its end, and by the main
+    """A plugin is imported twice: by a thread, which does not reach its end, and by the main
     thread."""
 
     def trouble():

@@ -721,7 +721,7 @@ def key_of_a_rank_that_opens_a_fifo(crew):
 
 
 class Planner:
-    """Asks for plans; whoever makes a plan sets the result of its future."""
+    """Asks for plans. The maker of a plan sets the result of its future."""
 
     def __init__(self):
         self.open = {}

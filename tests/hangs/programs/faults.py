@@ -1,6 +1,6 @@
 """Ways in which one rank of a job stops, each a function as in real programs.
 
-Every function blocks for ever, ends the process, or keeps it busy; none knows of the device.
+Every function blocks forever, ends the process, or keeps it busy; none knows of the device.
 `run(NAME)` calls one of them.
 """
 
@@ -60,7 +60,7 @@ def socket_read():
 
 
 def file_lock():
-    """Waits for a lock on a file that another process holds for ever."""
+    """Waits for a lock on a file that another process holds forever."""
     path = os.path.join(tempfile.mkdtemp(), "index.lock")
     held = os.open(path, os.O_CREAT | os.O_RDWR)
     fcntl.flock(held, fcntl.LOCK_EX)

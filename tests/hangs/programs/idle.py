@@ -115,7 +115,7 @@ def answer_with(generate):
 
 
 def serve_http(generate, name="server.port"):
-    """Serves requests in threads, for ever."""
+    """Serves requests in threads, forever."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), answer_with(generate))
     publish(name, server.server_address[1])
     server.serve_forever()
@@ -318,7 +318,7 @@ def interactive_prompt(_job):
 
 @scenario("idle", 30, ranks=2)
 def debugger_prompt(job):
-    """Rank 0 stands in pdb after the training, and rank 1 waits for a file that rank 0 would write
+    """Rank 0 stops in pdb after the training, and rank 1 waits for a file that rank 0 would write
     then; no collective is pending."""
     _controller = attach_terminal()
     warm_up(job)

@@ -1,4 +1,4 @@
-"""What the machine does to a program: a file system that stops answering, a freezer, a debugger, a
+"""Faults of the machine: a file system that stops answering, a freezer, a debugger, a
 compiler that never ends.
 
 `begin(NAME)` calls a function of this file. None of them returns but `pause_all`, and none knows of
@@ -22,7 +22,7 @@ import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 
-# Of the protocol of /dev/fuse, version 7.31.
+# Constants of the protocol of /dev/fuse, version 7.31.
 LOOKUP, FORGET, GETATTR, OPEN, READ, WRITE, RELEASE, FSYNC, FLUSH, INIT, OPENDIR, READDIR, CREATE = 1, 2, 3, 14, 15, 16, 18, 20, 25, 26, 27, 28, 35
 ENOENT, ENOSYS = 2, 38
 FILES = {b"part-00003.bin": 2, b"model_zoo.py": 3, b"weights.ckpt": 4}
@@ -205,7 +205,7 @@ def in_strace():
 
 
 def extension():
-    """The source of an extension that the compiler never comes to the end of: a file that includes
+    """The source of an extension whose end the compiler never reaches: a file that includes
     itself twice, 40 deep."""
     source = os.path.join(tempfile.mkdtemp(), "fused_norm.cpp")
     with open(source, "w") as file:

@@ -395,7 +395,7 @@ def encode_prompts(_worker):
 
 
 def encode_in_background(worker):
-    """The same in another thread: the main one gets the GIL no more."""
+    """Encodes in another thread, so that the main thread no longer gets the GIL."""
     in_thread(encode_prompts, worker, name="tokenizer")
     while True:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What stops a Python program in the middle of its work: waits for people, servers, children,
+"""Faults that stop a Python program in the middle of its work: waits for people, servers, children,
 threads and locks.
 
 `begin(NAME)` calls a function of this file. None of them returns, and none knows of devices or of
@@ -49,7 +49,7 @@ def waits_for_signal():
 
 
 def sleeps_on():
-    """Retries for ever."""
+    """Retries forever."""
     while True:
         time.sleep(3600)
 
@@ -124,7 +124,7 @@ def pipe_of_dead_child():
 
 
 def barrier_of_processes():
-    """A barrier for two processes, to which the other one never comes."""
+    """A barrier for two processes, which the other one never reaches."""
     multiprocessing.get_context("fork").Barrier(2).wait()
 
 

@@ -89,7 +89,7 @@ def blame(pids, causes, place):
 
 
 def stand(trouble, *causes):
-    """This process alone is to blame; it stands in the function `trouble` from now on."""
+    """This process alone is to blame; it stays in the function `trouble` from now on."""
     blame([os.getpid()], causes, trouble.__name__)
     trouble()
 
@@ -163,7 +163,7 @@ class Job:
         self.stream.synchronize()
 
     def train(self, before_step=None, trouble=None):
-        """Trains for ever. `before_step` comes before each step, `trouble` before one of them."""
+        """Trains forever. `before_step` comes before each step, `trouble` before one of them."""
         for step in itertools.count():
             if before_step:
                 before_step()
@@ -172,11 +172,11 @@ class Job:
             self.train_step()
 
 
-# How a process can stand still for ever. All but the last two would be culprits of their own.
+# How a process can stand still forever. All but the last two would be culprits of their own.
 
 
 def back_off():
-    """The remote shard is gone, but the code retries for ever."""
+    """The remote shard is gone, but the code retries forever."""
     while not os.path.exists(path("shard-that-nobody-writes")):
         time.sleep(1)
 
@@ -238,7 +238,7 @@ def answer_requests(receive, send, trouble):
 
 @scenario(ranks=3)
 def pipe_writer_backs_off(job):
-    """Rank 1 reads tokens from a pipe; the tokenizer child at its other end retries for ever."""
+    """Rank 1 reads tokens from a pipe; the tokenizer child at its other end retries forever."""
     if job.rank != 1:
         return job.train()
     reading, writing = os.pipe()
@@ -452,7 +452,7 @@ def statistics_daemon():
 
 @scenario(ranks=3, helpers=("statistics_daemon",))
 def unix_datagrams_full(job):
-    """Rank 2 blocks in sendto, because the statistics daemon retries for ever and reads nothing."""
+    """Rank 2 blocks in sendto, because the statistics daemon retries forever and reads nothing."""
     if job.rank != 2:
         return job.train()
     sender = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -673,7 +673,7 @@ def take_lock(file, lock):
 
 @scenario(ranks=3, helpers=("checkpoint_pruner",))
 def flock_held(job):
-    """Rank 1 waits for a flock that the checkpoint pruner holds while it retries for ever."""
+    """Rank 1 waits for a flock that the checkpoint pruner holds while it retries forever."""
     job.train(take_lock(lock_file("checkpoints.lock"), fcntl.flock) if job.rank == 1 else None)
 
 
@@ -866,7 +866,7 @@ def use_lock(lock):
 
 @scenario(ranks=2)
 def mp_lock_held(job):
-    """Rank 1 waits for a multiprocessing.Lock; its holder, a spawned child, retries for ever."""
+    """Rank 1 waits for a multiprocessing.Lock; its holder, a spawned child, retries forever."""
     if job.rank != 1:
         return job.train()
     lock = SPAWN.Lock()
@@ -1063,7 +1063,7 @@ ScheduleManager.register("ShardSchedule", ShardSchedule)
 
 @scenario(ranks=2)
 def mp_manager(job):
-    """Rank 0 calls an object in a manager process, where the call waits for an event for ever."""
+    """Rank 0 calls an object in a manager process, where the call waits for an event forever."""
     if job.rank != 0:
         return job.train()
     manager = ScheduleManager(ctx=FORK)
@@ -1182,7 +1182,7 @@ class RobustMutex:
 
 @scenario(ranks=2)
 def robust_mutex_owner_asleep(job):
-    """Rank 1 waits for a robust mutex; the child that owns it lives, but retries for ever."""
+    """Rank 1 waits for a robust mutex; the child that owns it lives, but retries forever."""
     if job.rank != 1:
         return job.train()
     mutex = RobustMutex()
@@ -1383,7 +1383,7 @@ def board_scheduler():
 
 @scenario(ranks=3, helpers=("board_scheduler",))
 def board_polled(job):
-    """The ranks poll shared memory for their batches. The scheduler, which is no relative of
+    """The ranks poll shared memory for their batches. The scheduler, which is not a relative of
     theirs, reads from a silent mount before it gives a batch to rank 2."""
     job.train(batches_of(job.rank))
 
@@ -1398,7 +1398,7 @@ def board_sampler():
 
 @scenario(ranks=2, helpers=("board_sampler",))
 def board_spun_on(job):
-    """Rank 1 spins on a counter in shared memory; the sampler, which is no relative of it, takes
+    """Rank 1 spins on a counter in shared memory; the sampler, which is not a relative of it, takes
     its own lock twice."""
     if job.rank != 1:
         return job.train()
@@ -1421,7 +1421,7 @@ def prune_checkpoints():
 
 @scenario(ranks=2)
 def subprocess_run(job):
-    """Rank 1 waits in subprocess.run for a child that waits for an event for ever."""
+    """Rank 1 waits in subprocess.run for a child that waits for an event forever."""
 
     def prune_old_checkpoints():
         subprocess.run(command("prune_checkpoints"), preexec_fn=die_with_parent)
@@ -1858,8 +1858,8 @@ def transform_images(images, batches):
 
 @scenario(ranks=2)
 def chain_of_loader_stages(job):
-    """Rank 0 waits for the transform stage, which waits for the download stage, which retries for
-    ever."""
+    """Rank 0 waits for the transform stage, which waits for the download stage, which retries
+    forever."""
     if job.rank != 0:
         return job.train()
     images, batches = FORK.Queue(), FORK.Queue()
@@ -2001,7 +2001,7 @@ def loader_behind_pin_thread(job):
 @scenario(ranks=3, helpers=("dataset_server",))
 def loaders_of_all_ranks_wait(job):
     """The loader threads of all ranks wait for the dataset server, whose main thread holds the lock
-    of the dataset while it retries for ever."""
+    of the dataset while it retries forever."""
     connection = tcp_client(f"dataset.{job.rank}.port")
     batches = FORK.Queue(1)
 
@@ -2116,7 +2116,7 @@ def asyncio_stream(job):
 
 @scenario(ranks=2)
 def asyncio_subprocess(job):
-    """Rank 0 waits in asyncio for the end of a child that waits for an event for ever."""
+    """Rank 0 waits in asyncio for the end of a child that waits for an event forever."""
     if job.rank != 0:
         return job.train()
 

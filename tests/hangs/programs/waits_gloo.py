@@ -60,13 +60,13 @@ def blame(pids, causes, place):
 
 
 def stand(trouble, *causes):
-    """This process alone is to blame; it stands in the function `trouble` from now on."""
+    """This process alone is to blame; it stays in the function `trouble` from now on."""
     blame([os.getpid()], causes, trouble.__name__)
     trouble()
 
 
 def back_off():
-    """The remote shard is gone, but the code retries for ever."""
+    """The remote shard is gone, but the code retries forever."""
     while not os.path.exists(path("shard-that-nobody-writes")):
         time.sleep(1)
 
@@ -111,7 +111,7 @@ class Job:
             self.train_step()
 
     def train(self, trouble=None):
-        """Trains for ever; the trouble comes before one of the steps."""
+        """Trains forever; the trouble comes before one of the steps."""
         self.warm_up()
         if trouble:
             trouble()
@@ -173,7 +173,7 @@ def object_collective_absent(job):
 
 @scenario(ranks=3)
 def broadcast_objects_absent(job):
-    """Rank 0, which broadcasts a list of objects, retries for ever before it does."""
+    """Rank 0, which broadcasts a list of objects, retries forever before it does."""
 
     def share_config():
         if job.rank == 0:

@@ -1,5 +1,5 @@
-//! What the probability of a verdict is worth: the verdicts of first runs, how often each kind of
-//! them was right, and how well some programs predict others.
+//! Calibrates the probability of a verdict: the verdicts of first runs, how often each kind of them
+//! was right, and how well some programs predict others.
 //!
 //! A first run is a run of a program that nobody had looked at when the judge of that run was
 //! written. Only such verdicts count: a judge is always right about what it was corrected for.
@@ -60,7 +60,7 @@ fn rows() -> Result<Vec<Row>> {
 }
 
 /// Adds the verdicts of a first run. A scenario that has a row keeps it, because a later run of it
-/// is no first one.
+/// is not a first run.
 ///
 /// # Errors
 /// When a folder cannot be read.

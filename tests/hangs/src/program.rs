@@ -24,7 +24,7 @@ pub enum Program {
     Elastic(&'static str),
     /// A script on the simulated device that starts all its processes itself.
     Spawning(&'static str),
-    /// The same with Debian's PyTorch.
+    /// A script with Debian's PyTorch that starts all its processes itself.
     SpawningTorch(&'static str),
     /// A C program under Open MPI.
     Mpi(&'static str),
@@ -182,7 +182,7 @@ impl Program {
     }
 }
 
-/// What a scenario needs from the machine, besides the needs of all scenarios.
+/// A feature that a scenario needs from the machine, besides the needs of all scenarios.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Need {
     /// The freezer of control groups, version 1.

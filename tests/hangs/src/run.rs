@@ -246,7 +246,7 @@ pub fn resolved(job: &Job, incident: &Incident) -> Result<()> {
         found.and_then(|found| found.verdict["status"].as_str().map(str::to_owned)).unwrap_or_default()
     };
     while status() != "resolved" {
-        ensure!(start.elapsed() < Duration::from_secs(10), "its incident is not resolved but {}", status());
+        ensure!(start.elapsed() < Duration::from_secs(20), "its incident is not resolved but {}", status());
         std::thread::sleep(Duration::from_millis(50));
     }
     Ok(())

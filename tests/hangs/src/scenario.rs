@@ -25,7 +25,7 @@ pub struct Scenario {
     pub arguments: Vec<String>,
     /// Environment besides that of every job.
     pub environment: Vec<(&'static str, String)>,
-    /// What the machine must support.
+    /// The feature that the machine must support.
     pub need: Option<Need>,
     /// The expected verdict.
     pub truth: Truth,
@@ -61,7 +61,7 @@ pub enum Truth {
     Written(Expected),
 }
 
-/// What is known of a program that writes the truth itself before it runs.
+/// The expected behaviour of a program that writes the truth itself, known before it runs.
 #[derive(Debug, Clone, Copy)]
 pub enum Expected {
     /// It hangs.
@@ -109,7 +109,7 @@ pub fn hybrid(name: &str, tp: u32, pp: u32, dp: u32) -> Scenario {
 }
 
 impl Scenario {
-    /// The same program for this time, if it is healthy or idle and can run for so long.
+    /// The same program for this time, if it is healthy or idle and can run that long.
     pub fn lasting(mut self, time: Duration) -> Option<Self> {
         match self.truth {
             Truth::Written(Expected::Quiet(_)) => self.truth = Truth::Written(Expected::Quiet(time)),

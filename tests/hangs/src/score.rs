@@ -224,7 +224,7 @@ struct Gaps {
 /// ranks.
 fn with_gaps(hangs: &[&Outcome], output: &Path) -> Gaps {
     let mut gaps = Gaps::default();
-    // Pids are no ranks of the evidence.
+    // Pids are not ranks of the evidence.
     for outcome in hangs.iter().filter(|outcome| outcome.scenario.world > 0) {
         let Ok(evidence) = scenario::evidence(&outcome.scenario.incident(output)) else { continue };
         for missing in 0..ONE_MISSING_OF {

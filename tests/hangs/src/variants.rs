@@ -13,13 +13,13 @@ use xpu_timer_tests::in_parallel;
 pub struct KnownHang {
     /// Name of the scenario.
     pub name: String,
-    /// What the judge gets.
+    /// The input of the judge.
     pub evidence: Evidence,
-    /// Who is to blame.
+    /// The culprits.
     pub blame: Blame,
 }
 
-/// Who is to blame for a hang.
+/// The culprits of a hang.
 #[derive(Debug, Clone)]
 pub enum Blame {
     /// These ranks.
@@ -100,7 +100,7 @@ pub fn renumber(evidence: &mut Evidence, order: &[u32], numbers: &mut Numbers) {
 
 /// One way in which evidence is incomplete or wrong.
 pub struct Damage {
-    /// What is missing or wrong.
+    /// The missing or wrong part.
     pub name: &'static str,
     /// Does it.
     pub apply: fn(&mut Evidence, &mut Numbers),
@@ -127,7 +127,7 @@ pub const DAMAGES: &[Damage] = &[
     }),
     damage("no stack of any rank", |evidence, _| evidence.ranks.iter_mut().for_each(|rank| rank.host = None)),
     damage("no record of any rank", |evidence, _| evidence.ranks.iter_mut().for_each(|rank| rank.flight = None)),
-    damage("no process that is no rank", |evidence, _| evidence.processes.clear()),
+    damage("no process besides the ranks", |evidence, _| evidence.processes.clear()),
     damage("some records missing", |evidence, numbers| {
         evidence.ranks.iter_mut().filter(|_| numbers.one_in(4)).for_each(|rank| rank.flight = None);
     }),
@@ -186,7 +186,7 @@ fn set_node(rank: &mut RankEvidence, node: impl Fn(&RankEvidence) -> String) {
     }
 }
 
-/// Nothing is known of what changed between the samples.
+/// The changes between the samples are unknown.
 fn one_sample(rank: &mut RankEvidence) {
     if let Some(host) = &mut rank.host {
         (host.moved, host.d_sleep, host.gil_holder, host.same_in_both) = (None, None, None, true);

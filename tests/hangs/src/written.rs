@@ -40,7 +40,7 @@ const TRUTH_WITHIN: Duration = Duration::from_secs(60);
 /// the sample interval, and time for a busy machine.
 const VERDICT_WITHIN: Duration = Duration::from_secs(25);
 
-/// What a program writes before its trouble begins.
+/// The truth that a program writes before its trouble begins.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Written {
     hang: bool,
@@ -260,9 +260,9 @@ pub fn decisive_incident(run: &Path, culprits: &[u32]) -> Result<Option<Decisive
     }))
 }
 
-/// Which of several verdicts counts, and the culprits that count: a wrong accusation with high
-/// confidence, else the verdict with the right culprits, else the first one that names any, with
-/// the culprits of all: each job has an incident of its own.
+/// Selects the verdict that counts, and its culprits. A wrong accusation with high confidence
+/// counts first, then the verdict with the right culprits, then the first one that names any. The
+/// culprits of the last are those of all verdicts, because each job has an incident of its own.
 fn decisive(all: &[Reported], culprits: &[u32]) -> Option<(usize, Vec<u32>)> {
     let is_mistake = |reported: &Reported| {
         reported.confidence == "high" && reported.culprits.iter().any(|pid| !culprits.contains(pid))

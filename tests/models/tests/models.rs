@@ -224,7 +224,7 @@ fn a_context_has_one_pool_whoever_comes_first() {
         for thread in threads {
             thread.join().unwrap();
         }
-        assert_eq!(pools.of(0x10).unwrap().len(), 2, "both came to the same");
+        assert_eq!(pools.of(0x10).unwrap().len(), 2, "both threads got one pool");
         let others = (2..=CONTEXTS + 1).filter(|context| pools.of(context * 0x10).is_some()).count();
         assert_eq!(others, CONTEXTS - 1);
     });

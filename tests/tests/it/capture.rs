@@ -19,7 +19,7 @@ use xpu_timer_capture::{Capturer, Options, ProcessCapture};
 use xpu_timer_proto::server::{ProcessSample, PstackStacktrace};
 use xpu_timer_tests::{PATIENCE, Process, compile_c, wait_until};
 
-/// What is above the leaf in every mode without a detour.
+/// The frames above the leaf in every mode without a detour.
 pub const LEVELS: [&str; 3] = ["level_three", "level_two", "level_one"];
 
 /// Builds the program once with these arguments to gcc.

@@ -126,7 +126,7 @@ struct Node {
     hooks: Vec<FakeHook>,
     /// Between the two samples, for ranks that are added.
     interval_ms: u64,
-    /// What they call their node.
+    /// The node's name, as the ranks report it.
     rank_name: Option<String>,
 }
 
@@ -244,7 +244,7 @@ fn a_hang_on_one_node_is_one_incident_of_the_cluster() {
     }
     let python = text(incident.path.join("py_stack"));
     assert!(python.lines().any(|line| line.contains("@0-3|4")), "all ranks are in one place:\n{python}");
-    // Rank 4 is no node's.
+    // No node has rank 4.
     assert!(incident.verdict["evidence"].to_string().contains("there is no data from rank 4"), "{}", incident.verdict);
     incident.assert_in_time(Duration::from_millis(700));
 
@@ -510,7 +510,7 @@ fn the_job_is_idle_only_when_all_nodes_are() {
     };
     wait_until(PATIENCE, "the captures are kept", || captures(&nodes) == [1, 1, 1]);
     let are_incidents = nodes.iter().any(|node| !node.job.incidents().is_empty());
-    assert!(!are_incidents && cluster.job.incidents().is_empty(), "an idle job is no incident");
+    assert!(!are_incidents && cluster.job.incidents().is_empty(), "an idle job is not an incident");
     assert!(!cluster.job.dir.join("timeline/latest").exists());
     assert_eq!(cluster.status()["incidents"], json!([]));
     // The reader of a hang sees how the job looked before.
@@ -591,7 +591,7 @@ fn dumps_by_hand_and_the_incidents_command() {
     assert!(lines[1].starts_with(id) && lines[1].contains(" hand "), "{list:?}");
     let sentence = text(cluster.job.dir.join(format!("timeline/incident-{id}/verdict.json")));
     let sentence: Value = serde_json::from_str(&sentence).expect("JSON");
-    assert_eq!(lines[2].trim_start(), sentence["sentence"], "of a pipe nothing is cut off");
+    assert_eq!(lines[2].trim_start(), sentence["sentence"], "output to a pipe is not truncated");
     let shown = command(&["show", id]);
     assert_eq!(shown.stdout, text(cluster.job.dir.join(format!("timeline/incident-{id}/verdict.txt"))));
     let pending = cluster.job.dir.join(format!("timeline/incident-{id}")).join(PENDING);
@@ -692,7 +692,7 @@ fn old_incidents_are_removed_on_both_sides() {
             status["incidents"].as_array().is_some_and(|list| list.iter().all(|one| one["state"] == "resolved"))
         });
     }
-    // What was open when the last one was written may be kept with it.
+    // Incidents that were open when the last one was written may be kept with it.
     wait_until(PATIENCE, "the oldest are gone", || folders(&cluster.job) <= 2 && folders(&node.job) <= 2);
 }
 

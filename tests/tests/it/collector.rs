@@ -462,7 +462,7 @@ fn a_disk_that_does_not_answer_does_not_hold_up_the_collector() {
     hooks[0].hang(1);
     let incident = job.wait_incident(1, PATIENCE);
     wait_state(&job, "dumped", 1);
-    // Whoever opens it now waits for ever, as on a network file system whose server is gone.
+    // A process that opens it now waits forever, as on a network file system whose server is gone.
     let verdict = incident.path.join("verdict.json");
     fs::remove_file(&verdict).expect("it is there");
     nix::unistd::mkfifo(&verdict, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
@@ -560,7 +560,7 @@ fn hang_kill_never_acts_on_repeated_verdicts_without_evidence() {
     }
     assert!(!collector.stderr().contains("XPU_TIMER_HANG_KILL ends"), "{}", collector.stderr());
     assert_eq!(hang_of(&job), ["0", "0"], "no verdict says that the ranks hang");
-    assert_eq!(job.incidents().len(), 0, "it is no incident");
+    assert_eq!(job.incidents().len(), 0, "it is not an incident");
 }
 
 /// `XPU_TIMER_COMMON_HANG` of all ranks, in the order of the page.

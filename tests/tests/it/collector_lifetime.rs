@@ -54,7 +54,7 @@ fn ranks_present(job: &Job) -> usize {
     status["ranks"].as_array().map_or(0, |ranks| ranks.iter().filter(|rank| rank["presence"] == "present").count())
 }
 
-/// What runs of the collector's program with the job's marker.
+/// The running processes of the collector with the job's marker.
 fn collectors(job: &Job) -> Vec<i32> {
     let is_one = |pid: &i32| {
         let command = procfs::cmdline(pid).unwrap_or_default();
@@ -203,8 +203,8 @@ fn thousands_of_short_processes_leave_nothing_behind() {
     assert!(Path::new(&format!("/proc/{}", collector.pid())).exists());
 }
 
-/// A job whose folder for incidents, and the one in its place, lie on a disk of their own. `spoil`
-/// makes that useless before a hang and `mend` useful again after it.
+/// A job whose folder for incidents and its fallback are on a disk of their own. `spoil` makes the
+/// disk useless before a hang, and `mend` repairs it after the hang.
 fn verdict_outlasts(options: &str, spoil: impl Fn(&Path), mend: impl Fn(&Path), named: &str) {
     let job = Job::new();
     let Some(disk) = Tmpfs::with(job.dir.join("disk"), options) else { return };

@@ -270,7 +270,7 @@ fn run_with(
     run_under(&artifacts().hook(), dir, program, opened, inline, meanwhile, |_| true)
 }
 
-/// The same under any hook; what must be true of the record before the program ends.
+/// Runs a program under any hook. `settled` must hold for the record before the program ends.
 fn run_under(
     hook: &Path,
     dir: &Path,
@@ -283,7 +283,8 @@ fn run_under(
     run_under_and(hook, (dir, program, opened), inline, meanwhile, settled, |_, _| ())
 }
 
-/// The same, with a look at what the collector has of the process at its end.
+/// Runs a program like [`run_under`], with a look at the collector's state for the process at its
+/// end.
 fn run_under_and(
     hook: &Path,
     (dir, program, opened): (&Path, &Path, &Path),
@@ -334,7 +335,7 @@ fn has_ring(pid: i32) -> bool {
         .any(|link| link.to_string_lossy().contains("xpu_timer_ring"))
 }
 
-/// What the layer's calls left in a record.
+/// The number of the layer's calls in a record.
 fn counted(record: &FlightRecord, layer: &str) -> u64 {
     let operations = |op: Op| record.operations.iter().filter(|operation| operation.op() == op).count() as u64;
     match layer {
@@ -364,7 +365,7 @@ fn cell(way: &Way, layer: (&str, &str, &str)) -> String {
     let dir = TempDir::new().unwrap();
     let (program, opened) = build(dir.path(), way, layer);
     let is_unseen = about(way.unseen).is_some();
-    // The next survey of the hook reports the collectives of which only kernels were seen.
+    // The next survey of the hook reports the collectives whose kernels alone were seen.
     let is_reported = |record: &FlightRecord| {
         let mut all = record.coverage.iter();
         let is_named = |function: &HookedFunction| !function.hooked && function.reason.contains("its kernels run");

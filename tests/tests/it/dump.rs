@@ -256,7 +256,7 @@ fn a_closed_pipe_is_success_and_a_full_disk_is_a_failure() {
     }
 }
 
-/// What the command writes when its output is a terminal.
+/// The output of the command on a terminal.
 fn on_terminal(arguments: &str, colour: Option<&str>) -> String {
     let line = format!("{} {arguments}", artifacts().bin("xpu_timer_dump").display());
     let mut script = Command::new("script");

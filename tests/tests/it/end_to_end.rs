@@ -87,7 +87,7 @@ fn every_rank_under_its_own_launcher_as_under_mpirun() {
         fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim().starts_with("xpu_timer_colle"))
     });
     assert_eq!(collectors.count(), 2, "one collector: its supervisor and its worker");
-    assert!(ranks.iter().all(|rank| rank.stderr().is_empty()), "nothing is said: {:?}", ranks[0].stderr());
+    assert!(ranks.iter().all(|rank| rank.stderr().is_empty()), "rank 0 prints nothing: {:?}", ranks[0].stderr());
 }
 
 #[test]
@@ -135,8 +135,8 @@ fn a_stopped_rank() {
     expect(Job::new(), &["--fault=stopped"], "process_stopped", &[2]);
 }
 
-/// The verdict on two ranks of which rank 1 waits for a task or a greenlet, and what the viewer
-/// prints about rank 1.
+/// The verdict on two ranks, when rank 1 waits for a task or a greenlet, and what the viewer prints
+/// about rank 1.
 fn waits_for_nobody(python: &Path, fault: &str, place: &str, line: &str, shown: &str) {
     let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "2").with("XPU_TIMER_SAMPLE_INTERVAL", "0.5");
     let examples = tree().join("tests/examples");

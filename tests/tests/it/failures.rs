@@ -1,10 +1,9 @@
-//! Ranks that end: in every way, at every moment, and however they were started. What the others
-//! wait for is said with the way in which it ended, and a job that ends as it should is no
+//! Ranks that end: in every way, at every moment, and however they were started. The verdict says
+//! how the rank ended that the others wait for, and a job that ends as it should is not an
 //! incident.
 //!
-//! And ways to fail: what the verdict says about each, without a variable and with the handler of
-//! fatal signals. In none is the exit status or the standard error another one than without
-//! xpu_timer. `docs/failures.md` has the table:
+//! And ways to fail: the verdict on each, without a variable and with the handler of fatal signals.
+//! xpu_timer never changes the exit status or the standard error. `docs/failures.md` has the table:
 //!
 //! ```text
 //! BLESS=1 cargo test -p xpu_timer_tests --test it failures::every_way -- --ignored
@@ -74,14 +73,22 @@ const WAYS: [Way; 31] = [
     way("retries", "exception that is handled again and again", BAD_SAMPLE),
     way("error-file", "exception only in the error file of torchelastic", &["ValueError: a bad sample"]),
     signal("segv", "invalid memory access", &["SIGSEGV in ", "memset", ", called at failing.py:"]),
-    signal("segv-faulthandler-first", "the same, with faulthandler enabled before", &["SIGSEGV in ", "memset"]),
-    signal("segv-faulthandler-later", "the same, with faulthandler enabled later", &["SIGSEGV in ", "memset"]),
+    signal(
+        "segv-faulthandler-first",
+        "invalid memory access, with faulthandler enabled before",
+        &["SIGSEGV in ", "memset"],
+    ),
+    signal(
+        "segv-faulthandler-later",
+        "invalid memory access, with faulthandler enabled later",
+        &["SIGSEGV in ", "memset"],
+    ),
     signal("segv-thread", "invalid memory access in a thread", &["SIGSEGV in ", "memset", ", thread "]),
     signal("abort", "`os.abort`", &["SIGABRT in os_abort"]),
     signal("terminate", "uncaught exception of C++", &["SIGABRT in ", ": std::runtime_error: the shard has no rows"]),
     signal(
         "terminate-faulthandler",
-        "the same, with faulthandler enabled",
+        "uncaught exception of C++, with faulthandler enabled",
         &["SIGABRT in ", ": std::runtime_error: the shard"],
     ),
     signal(
@@ -98,7 +105,7 @@ const WAYS: [Way; 31] = [
     signal("oom-kill", "SIGKILL, as by the kernel without memory", &[]),
 ];
 
-/// What a run of `failing.py` shows.
+/// A run of `failing.py`.
 struct Run {
     job: Job,
     child: Child,
@@ -315,7 +322,7 @@ fn every_way() {
     assert!(page == fresh || env::var_os("BLESS").is_some(), "docs/failures.md is stale; BLESS=1 writes it anew");
 }
 
-/// What a verdict says about the end of rank 1 when it does not name the reason.
+/// The end of rank 1 in a verdict that does not name the reason.
 fn reason(text: &str) -> String {
     let end = text.lines().find_map(|line| line.split_once("Rank 1 ")).map_or("", |(_, end)| end);
     let exit = end.split_once('(').and_then(|(_, inside)| inside.split_once(')')).map_or("", |(exit, _)| exit);

@@ -48,7 +48,7 @@ fn forky() -> Option<Torch> {
     }
 }
 
-/// That of PyPI, which is linked with the libraries of a device; nothing asks for one.
+/// PyPI's torch, which is linked with the libraries of a device; no test here needs a device.
 fn on_cpu() -> Option<(Torch, MutexGuard<'static, ()>)> {
     let (torch, turn) = pypi()?;
     let library_path = torch.library_path().expect("the libraries of stubs");
@@ -149,8 +149,7 @@ fn flight(incident: &Incident, rank: u32) -> FlightRecord {
     Stacktrace::decode(&bytes[..]).expect("a dump").flight_record.expect("a flight record")
 }
 
-/// What one step of the example is in each rank's record, and that the groups are the same ones on
-/// all their ranks.
+/// Checks one step of the example in each rank's record, and that all ranks of a group agree on it.
 fn check_records(incident: &Incident) {
     let record = flight(incident, 0);
     let health = record.health.as_ref().expect("health");
@@ -164,7 +163,7 @@ fn check_records(incident: &Incident) {
     assert!(zero[0] == one[0] && zero[1] != one[1], "one world, two halves");
 
     // In a step: all_reduce, broadcast, all_gather, two in all_gather_object, barrier; then the
-    // half's own. Before, rank 0 receives from the others, whoever comes.
+    // half's own. Before, rank 0 receives from any of the others.
     let [world, half] = [0, 1].map(|index| &record.communicators[index]);
     assert_eq!((world.launched, world.completed), (BEFORE + 1, BEFORE));
     assert_eq!((half.launched, half.completed, world.point_to_point), (STEPS, STEPS, 2 * STEPS + 3));

@@ -317,7 +317,7 @@ fn signal_and_coroutine_stacks_are_large_enough() {
 fn processes_created_in_every_way_continue() {
     guest(&["spawn"], &[]).expect("a record");
     let record = guest(&["shared memory"], &[]).expect("a record");
-    // What a process that shares the memory launches is counted there.
+    // Launches of a process that shares the memory are counted there.
     assert_eq!((record.kernels_launched, record.collectives_launched), (4 * 420, 420));
     let record = guest(&["daemon"], &[]).expect("a record");
     assert_eq!((record.kernels_launched, record.collectives_launched), (80, 20));

@@ -62,7 +62,7 @@ impl Job {
         command
     }
 
-    /// The same under the hook.
+    /// A command like [`Self::bare`], under the hook.
     fn hooked(&self, program: impl AsRef<Path>) -> Command {
         let mut command = self.bare(program);
         command
@@ -122,7 +122,7 @@ fn trains_undisturbed(job: &Job, change: impl Fn(&mut Command)) -> Output {
 fn tools_run_unchanged_without_thread_descriptor_or_mapping() {
     let job = Job::new();
     let collector = job.collector();
-    // What a process sees of itself: its threads, its descriptors, its shared memory.
+    // A process's view of itself: its threads, its descriptors, its shared memory.
     let look = "import os; print(len(os.listdir('/proc/self/task')), sorted(os.listdir('/proc/self/fd')), \
                 [line for line in open('/proc/self/maps') if 'memfd' in line])";
     let source = job.path("a.c");
@@ -226,7 +226,7 @@ fn launches(job: &Job) -> PathBuf {
     compile_c(job.dir.path(), "launches", LAUNCHES, &[&[sim.as_str(), "-w"][..], &libraries].concat())
 }
 
-/// What the launching program leaves in its ring.
+/// The record of the launching program.
 fn record_of(job: &Job, command: &mut Command) -> FlightRecord {
     let collector = job.collector();
     let mut process = Process::spawn(command.arg(job.path("stop")));
@@ -456,7 +456,7 @@ fn training_continues_without_a_collector() {
     let job = Job::new();
     trains_undisturbed(&job, |_| {});
     let log = job.log();
-    assert_eq!(log.lines().count(), 1, "said once: {log}");
+    assert_eq!(log.lines().count(), 1, "logged once: {log}");
     assert!(log.contains("no node collector"), "{log}");
 }
 

@@ -1,5 +1,5 @@
-//! What is installed on a node, as the node sees it: the C library that it needs, and what happens
-//! when it cannot be loaded.
+//! The installed files on a node: the C library that they need, and what happens when they cannot
+//! be loaded.
 
 use std::{
     fs,

@@ -274,7 +274,7 @@ fn a_large_file_goes_to_a_slow_reader_without_being_in_memory() {
     }
     let grown = resident_kib(&collector).saturating_sub(before);
     assert!(grown < 40 << 10, "{grown} KiB more for six readers of {} MiB", BYTES >> 20);
-    // Whoever reads on gets all of it.
+    // A reader that continues gets all of it.
     let mut last = readers.pop().unwrap();
     let mut left = 0;
     let mut buffer = vec![0; 1 << 20];
@@ -399,7 +399,7 @@ fn logs_are_capped_whatever_happens_and_belong_to_their_owner() {
 fn an_unread_log_pipe_delays_neither_ranks_nor_incidents_nor_the_exit() {
     let job = Job::new();
     let (reader, mut writer) = std::io::pipe().unwrap();
-    // Full before it begins: each line would wait for ever.
+    // Full before it begins: each line would wait forever.
     fcntl(&writer, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).unwrap();
     while writer.write(&[b' '; 4096]).is_ok() {}
     while writer.write(b" ").is_ok() {}

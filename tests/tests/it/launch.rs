@@ -1,5 +1,6 @@
-//! `xpu_timer_launch`: what the command gets, the collector that it finds or starts, and variables
-//! that name something else than a file: it prints one line, and no process waits for it.
+//! `xpu_timer_launch`: the environment of the command, the collector that it finds or starts, and
+//! variables that name something other than a file: it prints one line, and no process waits for
+//! it.
 
 use std::{
     ffi::OsStr,
@@ -205,7 +206,7 @@ fn without_a_collector_the_command_runs_and_one_line_says_why() {
 #[test]
 fn a_collector_is_started_detached() {
     let place = Place::new();
-    // What it is given, its parent, its session, its descriptors; then it lives on, without
+    // Prints its arguments, its parent, its session and its descriptors; then it stays, without
     // answering.
     let script = place.script(
         "echo \"$@\"; echo session $(cut -d' ' -f6 /proc/$$/stat) of $$; ls /proc/$$/fd | tr '\\n' ' '; echo; \
@@ -500,7 +501,7 @@ fn a_seccomp_filter_that_ends_callers_does_not_end_the_command() {
     ] {
         runs_without_the_hook(&under(action, call, &shows), &[name]);
     }
-    // What only the collector needs, and says itself when it needs it.
+    // Only the collector needs this call, and reports it itself.
     let output = under("errno", libc::SYS_ptrace, &shows);
     assert!(output.stdout.contains("libxpu_timer_hook.so") && output.stderr.is_empty(), "{output:?}");
 }
@@ -520,8 +521,8 @@ fn a_disabled_launcher_starts_and_changes_nothing() {
 
 #[test]
 fn rank_variables_of_every_launcher() {
-    // What each of them really sets, and rank, world size, local rank, ranks of the node and job by
-    // it.
+    // The variables that each launcher really sets, and the expected rank, world size, local rank,
+    // ranks of the node and job.
     let launchers: [(&str, &str, [i64; 4], &str); 6] = [
         (
             "torchrun inside a pod of a PyTorchJob",
@@ -558,8 +559,8 @@ fn rank_variables_of_every_launcher() {
     }
 }
 
-/// What a variable may name by mistake, and, where this machine has them, a file on a file system
-/// that never answers.
+/// Special files that a variable may name by mistake and, if this machine can mount it, a file on a
+/// file system that never answers.
 struct Traps {
     paths: Vec<PathBuf>,
     _socket: UnixListener,
@@ -631,7 +632,7 @@ fn other_variables_that_do_not_name_a_file_print_one_line_each() {
         assert!(begun.elapsed() < PATIENCE / 2, "{name}={path:?}: {:?}", begun.elapsed());
         output.stderr
     };
-    // Nobody answers at the socket, and the program is looked for.
+    // Nobody answers at the socket, and the launcher searches for the program.
     for path in &traps.paths {
         let stderr = run("XPU_TIMER_DAEMON_PATH", path);
         assert!(
@@ -658,9 +659,9 @@ fn other_variables_that_do_not_name_a_file_print_one_line_each() {
     }
 }
 
-/// Whoever reads a secret or a certificate says which file is none, and ends. On a file system that
-/// never answers it says so in time; how long its end takes is then up to the kernel, which waits
-/// for the thread that is left behind.
+/// A program that reads a secret or a certificate names the file that is not one, and exits. It
+/// also reports in time if the file system never answers. The kernel then decides how long the exit
+/// takes, because it waits for the remaining thread.
 #[test]
 fn the_collector_and_its_clients_do_not_wait_for_special_files() {
     let place = Place::new();

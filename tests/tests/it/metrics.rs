@@ -79,7 +79,7 @@ fn a_job_is_measured_with_the_names_labels_and_units_of_the_original_tool() {
     let mut ranks = job.train(2, &["--step-ms=5", "--seconds=600"]);
     ranks.wait_for("step 20 ", PATIENCE);
     wait_measured(&job, 2);
-    // What was launched before a look is on the page from that look on.
+    // The page shows a launch from the next look on.
     let mut text = String::new();
     wait_until(PATIENCE, "twenty steps are on the page", || {
         text = page(&job);

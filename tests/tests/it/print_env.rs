@@ -141,7 +141,7 @@ fn a_program_is_inspected_and_not_run() {
     assert!(report["target"]["title"].as_str().unwrap().contains("(a script for "), "{report}");
     assert!(report["target"]["title"].as_str().unwrap().contains("/bash)"), "{report}");
 
-    // What the kernel does not know, the launcher's execvp hands to a shell.
+    // The launcher's execvp passes a file that the kernel does not recognize to a shell.
     fs::write(&script, "true\n").unwrap();
     let report = show_json(&job, &[&script.display().to_string()], 0);
     assert!(report["target"]["title"].as_str().unwrap().contains("(a script for /bin/sh)"), "{report}");

@@ -1,5 +1,5 @@
-//! Who is allowed to look into a process where Yama restricts it. No kernel here needs it, so a
-//! library records the calls of prctl: the collector must be named by every process of the job.
+//! Permission to read a process where Yama restricts it. No kernel here needs it, so a library
+//! records the calls of prctl: every process of the job must name the collector.
 
 use std::{
     fs,
@@ -36,8 +36,7 @@ int prctl(int option, ...) {
 }
 "#;
 
-/// Processes of every way to start one, none of which makes a device call. Each says its pid and
-/// stays.
+/// Processes started in every way. None makes a device call. Each prints its pid and stays.
 const FAMILY: &str = "\
 import multiprocessing, os, subprocess, sys, time
 def child():

@@ -34,7 +34,7 @@ fn verdict_of(folder: &Path) -> Value {
     serde_json::from_slice(&fs::read(folder.join("verdict.json")).expect("a verdict")).expect("JSON")
 }
 
-/// A minute of four ranks on one node, of which rank 2 hangs.
+/// A minute of four ranks on one node. Rank 2 hangs.
 const HANG: Timelines = Timelines {
     ranks: 4,
     ranks_per_node: 4,
@@ -252,7 +252,7 @@ fn everything_can_be_done_with_the_keyboard() {
     assert!(focus().starts_with("train@/work/megatron/training/training.py:1232@0-1/3|2"), "{}", focus());
     browser.keys(ENTER);
     assert_eq!(browser.js("return document.querySelector('#reset-zoom').disabled"), false);
-    assert_eq!(browser.count("#flame .node[title^='get_batch']"), 0, "it is no part of the zoomed frame");
+    assert_eq!(browser.count("#flame .node[title^='get_batch']"), 0, "it is not a part of the zoomed frame");
     browser.keys(ESCAPE);
     browser.keys(ESCAPE);
     assert_eq!(browser.count("#flame .node[title^='get_batch']"), 1);
@@ -437,7 +437,7 @@ fn the_lanes_of_nodes_with_wrong_clocks_are_aligned() {
 fn lanes_whose_clocks_cannot_be_aligned_are_marked() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     folders::small(folder.path());
-    // Of two nodes, one rank each, which have no communicator in common.
+    // One rank of each of two nodes. They have no communicator in common.
     let timelines = Timelines { ranks_per_node: 2, hang: None, ..HANG };
     [0, 3].iter().for_each(|rank| timelines.write_rank(folder.path(), *rank).expect("own folder"));
     let lanes = lanes_of(folder.path());

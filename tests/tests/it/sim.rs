@@ -67,7 +67,8 @@ fn faulty(name: &str, ranks: usize, fault: &str) -> Vec<Output> {
     Check { name, ranks, environment: &[("XPU_SIM_FAULT", fault)] }.succeeds()
 }
 
-/// A command that finds the simulated libraries, and no setting of whoever runs the tests.
+/// A command that finds the simulated libraries and inherits no setting of the user who runs the
+/// tests.
 fn simulated(program: &Path) -> Command {
     let mut command = Command::new(program);
     for name in ["XPU_SIM_FAULT", "XPU_SIM_DEBUG", "XPU_SIM_DEVICES", "XPU_SIM_QUEUE_DEPTH", "LD_PRELOAD"] {

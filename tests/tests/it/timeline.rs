@@ -408,7 +408,7 @@ pub fn with_slow_timelines(job: Job) -> (Job, PathBuf) {
     (job.with("TIMELINES_WAIT_FOR", &awaited.display().to_string()), awaited)
 }
 
-/// What the report says as long as timelines are missing.
+/// The text of the report as long as timelines are missing.
 pub const NOT_HERE: &str = "had not come when this report was drawn";
 
 /// Waits until an incident is in a state.
@@ -612,7 +612,7 @@ fn the_original_tools_command_records_the_next_operations() {
     for trace in &traces.traces {
         let Some(DebugData::NcclDebug(nccl)) = &trace.debug_data else { panic!("{trace:?}") };
         assert_eq!((trace.kernel_type, nccl.ranks, nccl.nodes, nccl.input_size_in_bytes), (1, 2, 1, 4096));
-        // Those of the simulated device.
+        // The grids and blocks of the simulated device.
         assert_eq!((&nccl.grids[..], &nccl.blocks[..]), (&[2, 1, 1][..], &[544, 1, 1][..]));
     }
     let names = fs::read_to_string(file(0, ".meta")).unwrap();

@@ -186,7 +186,7 @@ fn the_verdict_is_there_before_torch_ends_the_job_itself() {
 fn torchrun_restarts_a_job_on_the_device_that_hung_and_was_ended() {
     let Some(mut torch) = Torch::new() else { return };
     // Ranks of a second attempt find NCCL's id of the first one in the store of the agent, and wait
-    // for ever, unless each attempt has a store of its own.
+    // forever, unless each attempt has a store of its own.
     torch.job = torch.job.with("XPU_TIMER_HANG_KILL", "1").with("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1");
     let mut command = torch.job.launch(torch.torch.python());
     command.args(["-m", "torch.distributed.run", "--nproc-per-node=4", "--max-restarts=1", "--local-addr=127.0.0.1"]);
@@ -225,8 +225,8 @@ const OPERATIONS: [&str; 13] = [
     "ncclCommAbort",
 ];
 
-/// What one process did: its record, and how often each function returned success or each kernel
-/// ran, by the device's own words.
+/// The calls of one process: its record, and how often each function returned success or each
+/// kernel ran, by the device's own count.
 struct ProcessRecord {
     record: FlightRecord,
     calls: BTreeMap<String, u64>,
@@ -249,8 +249,8 @@ impl ProcessRecord {
         self.record.operations.iter().filter(|operation| operation.op() == op).collect()
     }
 
-    /// What holds of every healthy process, with so many kernels of NCCL inside graphs that were
-    /// captured.
+    /// Checks every healthy process. `captured` is the number of NCCL's kernels inside captured
+    /// graphs.
     fn check(&self, captured: u64) {
         let health = self.record.health.as_ref().expect("health");
         assert_eq!((health.dropped, health.panics, health.overflows), (0, 0, 0), "{:?}", self.record);
@@ -326,7 +326,7 @@ fn every_kind_of_training_and_communication_is_seen_once() {
         // of three groups.
         let all_reduces = 2 * (2 * STEPS - 1) + 2 + 2 * STEPS + 1 + 3 * STEPS;
         assert_eq!(process.seen("ncclAllReduce"), all_reduces);
-        // Of one flat parameter, and of two layers; one of the job's own.
+        // One for a flat parameter, two for layers, and one of the job's own.
         assert_eq!(process.seen("ncclReduceScatter"), (1 + 2 + 1) * STEPS);
         assert_eq!((process.seen("ncclReduce"), process.seen("ncclAlltoAll")), (STEPS, STEPS));
         let others = process.seen("ncclAllGather") + process.seen("ncclBroadcast") + process.seen("ncclBcast");
@@ -385,8 +385,8 @@ fn compiled_functions_and_kernels_of_triton_are_seen_once() {
 }
 
 const COMMON: [&str; 5] = ["ip", "job_name", "local_rank", "pod_name", "rank"];
-/// What each rank moves with each operation of double precision, as nccl-tests counts it for four
-/// ranks: 262,144 bytes in all.
+/// The bytes that each rank moves with each operation of double precision, as nccl-tests counts
+/// them for four ranks: 262,144 bytes in all.
 const BUS_BYTES: [(&str, f64); 7] = [
     ("AllReduce", 262_144.0 * 1.5),
     ("Broadcast", 262_144.0),

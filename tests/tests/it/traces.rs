@@ -38,7 +38,7 @@ fn folder(timelines: Timelines) -> TempDir {
     folder
 }
 
-/// What `traces.py` finds with packages of PyPI; `None` if they cannot be had.
+/// The result of `traces.py` with packages of PyPI; `None` if they cannot be installed.
 pub fn read_with(packages: &[&str], what: &str, path: &Path) -> Option<Value> {
     let python = match PypiFramework::set_up(packages, None, false) {
         Ok(framework) => framework.path("bin/python3"),
@@ -78,7 +78,7 @@ fn json(path: PathBuf) -> Value {
 #[test]
 fn perfettos_schema_reads_what_was_written() {
     let timelines = folder(TWO_NODES);
-    // A hang of four ranks, of which rank 2 is the culprit.
+    // A hang of four ranks. Rank 2 is the culprit.
     let demo = read_archive(&tree().join("tests/fixtures/demo.zip")).unwrap();
     fs::write(timelines.path().join("verdict.json"), &demo["verdict.json"]).unwrap();
     let (out, text) = generate(timelines.path(), &["--groups", "tp2-dp2"]);
@@ -97,8 +97,8 @@ fn perfettos_schema_reads_what_was_written() {
     assert!(svg.contains("AllReduce bf16 16 MiB"), "{svg}");
     let Some(found) = read_with(PERFETTO, "perfetto", &out.path().join("trace_job.bin")) else { return };
 
-    // Of each rank, a quarter are all-reduces; and of each rank, an eighth are all-gathers. All of
-    // them are split in two but for the rank that starts last.
+    // For each rank, a quarter of the operations are all-reduces, and an eighth are all-gathers.
+    // All of them are split in two, except for the rank that starts last.
     let kinds = |name: &str| found["kinds"][name].as_u64().unwrap();
     assert_eq!(kinds("TYPE_SLICE_BEGIN"), kinds("TYPE_SLICE_END"));
     // The clocks of two nodes, the hang, the culprit, and what is missing of rank 3.

@@ -25,11 +25,11 @@ use crate::{
 
 const VARIABLE: &str = "XPU_TIMER_HOST_TRACING_FUNC";
 
-/// CPythons without `sys.monitoring`, of which 3.11 executes calls in its own way, and with it.
+/// CPythons without `sys.monitoring`, and with it. 3.11 executes calls in its own way.
 const VERSIONS: [&str; 4] = ["3.8", "3.11", "3.12", "3.13"];
-/// Those of the second Debian. From 3.15 on, exceptions have events of single functions.
+/// CPythons of the second Debian. From 3.15 on, exceptions have events of single functions.
 const FORKY: [&str; 2] = ["3.14", "3.15"];
-/// Those without.
+/// CPythons without `sys.monitoring`.
 const OLD: [&str; 2] = ["3.8", "3.11"];
 
 /// Functions of `traced.py`, `late.py` and `later.py`, and how often they are called.

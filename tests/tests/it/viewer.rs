@@ -231,7 +231,7 @@ fn files_that_are_no_dumps_are_named_and_left_out() {
     let write = |name: &str, bytes: &[u8]| fs::write(dir.path().join(name), bytes).unwrap();
     write("00001-00012.stacktrace", &bytes[..bytes.len() - 3]);
     write("00002-00012.stacktrace", b"");
-    write("00003-00012.stacktrace", b"This is no protobuf message, but a note that somebody left here.\n");
+    write("00003-00012.stacktrace", b"This is not a protobuf message, but a note that somebody left here.\n");
     write("00004-00012.stacktrace", b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0");
     write("00005-00012.stacktrace", &[0u8; 4096]);
     let mut latin = bytes.clone();
@@ -334,8 +334,7 @@ fn characters_that_xml_or_the_drawing_library_cannot_take() {
     view_ok(dir.path());
     let cpp: BTreeSet<String> = drawn(&dir.path().join("cpp_stack.svg")).into_iter().collect();
     for stack in stacks {
-        // A character without width keeps what stands in front of a line from being trimmed or
-        // skipped.
+        // A character without width keeps the beginning of a line from being trimmed or skipped.
         let label = format!("{stack}@0|");
         assert!(cpp.iter().any(|drawn| drawn.trim_start_matches('\u{200b}') == label), "{label:?} in {cpp:?}");
     }
@@ -577,7 +576,7 @@ fn filters_show_stacks_and_replace_no_file() {
     let frame = output.stdout.lines().find(|line| line.starts_with("  barrier ("));
     assert!(frame.is_some_and(|line| line.contains(".py:")), "{}", output.stdout);
     assert!(!output.stdout.contains('\u{1b}'), "a pipe gets plain text");
-    assert_eq!(files(), before, "a part of the folder is not written over the whole");
+    assert_eq!(files(), before, "a part of the folder does not replace the whole");
 
     let output = view_with(folder.path(), &["--grep", "barrier", "--json"]);
     let json: serde_json::Value = serde_json::from_str(&output.stdout).expect("JSON");

@@ -126,7 +126,7 @@ pub fn each_call<'a>(samples: &'a StackSamples, thread: &SampledThread, mut visi
     }
 }
 
-/// When a slice ends: a sample stands for its period, and for the next one if that follows late,
+/// When a slice ends: a sample represents its period, and the next one if that follows late,
 /// because each is taken at a random moment of its period.
 #[must_use]
 pub fn end_of(slice: &Slice, period_ns: u64) -> u64 {

@@ -416,7 +416,7 @@ fn pair(native: &[dump::Thread<'_>], python: &[dump::Thread<'_>]) -> Vec<ThreadI
     pairs
 }
 
-/// What changed between two samples of a process.
+/// The changes between two samples of a process.
 fn progress(a: &dump::Sample<'_>, b: &dump::Sample<'_>, before: &NumberedSample, after: &NumberedSample) -> Progress {
     let stack = |thread: &Thread| (thread.native, thread.python);
     let mut stacks = before.threads.keys().filter(|tid| !after.threads.contains_key(*tid)).count();

@@ -57,7 +57,7 @@ pub struct Report {
     pub lists: Vec<Vec<i64>>,
     /// The ranks that have a dump, ascending.
     pub ranks: Vec<Rank>,
-    /// What the ranks did before the hang; `None` if the folder has no timeline.
+    /// The activity of the ranks before the hang; `None` if the folder has no timeline.
     pub lanes: Option<Lanes>,
 }
 
@@ -160,7 +160,7 @@ pub struct Rank {
     pub first: Option<Sample>,
     /// The last sample.
     pub last: Sample,
-    /// What changed between the samples; absent if there is only one.
+    /// The changes between the samples; absent if there is only one.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moved: Option<Progress>,
     /// Its child processes.
@@ -185,7 +185,7 @@ pub struct Sample {
     pub main: Option<u32>,
 }
 
-/// What changed between two samples of a process.
+/// The changes between two samples of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Progress {
     /// CPU time used, in milliseconds.
@@ -211,7 +211,7 @@ pub struct Child {
     pub command: TextId,
     /// One or two samples, in chronological order.
     pub samples: Vec<Sample>,
-    /// What changed between the samples.
+    /// The changes between the samples.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moved: Option<Progress>,
 }

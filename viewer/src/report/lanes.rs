@@ -65,7 +65,7 @@ pub struct Clocks {
 /// A description of operations, or a function of Python.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize)]
 pub struct Name {
-    /// What people read.
+    /// The text for people.
     pub text: String,
     /// How it is drawn.
     pub kind: Kind,
@@ -214,7 +214,7 @@ fn python_bars(samples: &StackSamples, window: &Window, on_trace: impl Fn(u64) -
         });
         let begin = begin.max(window.from);
         if let Some(before) = bars.last_mut().filter(|before| before.end >= begin) {
-            // It stands for the time until the next sample.
+            // The sample before lasts until this one.
             before.end = begin;
             before.longest = begin - before.begin;
         }
@@ -291,7 +291,7 @@ fn begin_ns(started_ns: u64, entered_ns: u64) -> u64 {
 
 /// Collects the bars of a lane.
 struct LaneBuilder {
-    /// A bar takes up operations that begin so soon after it, in nanoseconds.
+    /// A bar includes operations that begin within this time after it, in nanoseconds.
     resolution: u64,
     /// Bars of the rows of the lane.
     rows: [Vec<Bar>; 3],
@@ -405,7 +405,7 @@ fn kind(operation: &Operation) -> Kind {
     }
 }
 
-/// What people read, such as `all_reduce of 1024 x float32 on 0x7ec6`.
+/// The text for people, such as `all_reduce of 1024 x float32 on 0x7ec6`.
 fn text(operation: &Operation) -> String {
     let shape = operation_shape(operation);
     let mut text: String = printable::line(&shape).chars().take(MOST_LETTERS).collect();

@@ -1,6 +1,6 @@
-//! Which file of a crate imports which: file A imports file B when A uses a name that B defines or
-//! re-exports. Test code is left out, and a `mod` declaration is not an import. Files that import
-//! each other, directly or through others, are an import circle.
+//! Finds which files of a crate import each other: file A imports file B when A uses a name that B
+//! defines or re-exports. Test code is left out, and a `mod` declaration is not an import. Files
+//! that import each other, directly or through others, are an import circle.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -82,8 +82,7 @@ enum Target {
 }
 
 impl Crate {
-    /// What a path in a module stands for. `None`: another crate, or a name that is imported
-    /// already.
+    /// The target of a path in a module. `None`: another crate, or a name that is imported already.
     fn resolve(&self, module: ModuleId, path: &[String], depth: usize) -> Option<Target> {
         let (first, rest) = path.split_first()?;
         match first.as_str() {
@@ -102,7 +101,7 @@ impl Crate {
         }
     }
 
-    /// The module that a bare name stands for in a module: a child, or one that `use` brought in.
+    /// The module that a bare name refers to in a module: a child, or one that `use` brought in.
     fn module_named(&self, module: ModuleId, name: &str, depth: usize) -> Option<ModuleId> {
         if depth > MAX_DEPTH {
             return None;

@@ -12,7 +12,7 @@ use pulldown_cmark::{Event, Options, Parser, Tag, TagEnd};
 
 use crate::source;
 
-/// What a Markdown text links to, and its chapters.
+/// The links and the headings of a Markdown text.
 #[derive(Default)]
 struct Page {
     /// Targets of links and pictures, without those to other sites.

@@ -36,9 +36,9 @@ pub(super) struct Module {
     pub(super) children: HashMap<String, ModuleId>,
     /// Names of the items that the module declares itself.
     pub(super) items: HashSet<String>,
-    /// What `use` brings into scope: the name here and the path that it stands for.
+    /// The names that `use` brings into scope, each with its path.
     pub(super) bindings: HashMap<String, Segments>,
-    /// Modules of which `use` brings all names into scope.
+    /// Modules that `use` imports with `*`.
     pub(super) globs: Vec<Segments>,
     /// The paths that the module uses, those of `use` declarations included.
     pub(super) used: Vec<Segments>,
@@ -166,7 +166,7 @@ fn finish(path: &mut Segments, found: &mut Vec<Segments>) {
 
 /// Where the file of a child module is searched.
 struct Place<'a> {
-    /// Of the file that contains the declaration.
+    /// The file that contains the declaration.
     file: &'a Path,
     /// Folder of the files of child modules.
     children: PathBuf,

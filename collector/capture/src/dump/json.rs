@@ -196,7 +196,7 @@ struct Suspended<'a> {
     /// `task` or `greenlet`.
     kind: &'static str,
     name: &'a str,
-    /// What it waits for.
+    /// The object that it waits for.
     awaits: &'a str,
     frames: List<'a, PySpyFrame, PythonFrame<'a>>,
 }

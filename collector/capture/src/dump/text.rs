@@ -121,7 +121,7 @@ struct Lines<'a> {
     frames: HashMap<FrameKey<'a>, LineId>,
 }
 
-/// What distinguishes the lines of frames.
+/// A key that distinguishes the lines of frames.
 #[derive(PartialEq, Eq, Hash)]
 enum FrameKey<'a> {
     Native { pc: u64, function: &'a str, inlined: bool },

@@ -73,7 +73,7 @@ impl Sleeper<'_> {
 /// The wait of one thread.
 #[derive(Debug, Default)]
 pub(crate) struct Waits {
-    /// What it waits for, if that is known. The holders and the peer are missing if they are not
+    /// The object that it waits for, if known. The holders and the peer are missing if they are not
     /// found in time.
     pub awaited: Option<Awaited>,
     /// The call ends after a timeout. `None` if the thread was not examined.
@@ -82,7 +82,7 @@ pub(crate) struct Waits {
     pub sharers: Vec<Holder>,
 }
 
-/// What the threads of a process wait for, by thread id. The owner of a lock is looked for only if
+/// The waits of the threads of a process, by thread id. The owner of a lock is searched for only if
 /// the main thread wants it.
 pub(crate) fn of_process(pid: i32, threads: &[Sleeper<'_>], tables: &Tables, deadline: Instant) -> HashMap<i32, Waits> {
     let of = |thread: &Sleeper<'_>, deadline: Instant, what: Wanted| {
@@ -106,7 +106,7 @@ pub(crate) fn of_process(pid: i32, threads: &[Sleeper<'_>], tables: &Tables, dea
     found
 }
 
-/// What is looked for.
+/// The objects to search for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Wanted {
     All,
@@ -158,7 +158,7 @@ fn has_timeout(number: i64, arguments: &[u64; 6]) -> bool {
     }
 }
 
-/// What a system call waits for.
+/// The object that a system call waits for.
 fn awaited(search: &Search<'_>, number: i64, arguments: &[u64; 6]) -> Option<Awaited> {
     let pid = search.pid;
     match number {
@@ -288,7 +288,7 @@ fn several(search: &Search<'_>, descriptors: Vec<(i32, Operation)>) -> Option<Aw
 /// A call that waits for the end of a child.
 fn child(search: &Search<'_>, number: i64, first: u64, second: u64) -> Option<Awaited> {
     let wanted = match number {
-        // 0 and negative numbers stand for any child, or any of a process group.
+        // 0 and negative numbers mean any child, or any of a process group.
         libc::SYS_wait4 => Some(first as i32).filter(|pid| *pid > 0),
         _ if first == libc::P_PID as u64 => Some(second as i32),
         _ if first == libc::P_PIDFD as u64 => {
@@ -369,7 +369,7 @@ mod tests {
         let child = options.arg("1000").spawn().expect("sleep starts");
         let start = Instant::now();
         while procfs::name(child.id().cast_signed()) != "sleep" {
-            assert!(start.elapsed() < Duration::from_secs(20), "the child has not become sleep");
+            assert!(start.elapsed() < Duration::from_secs(20), "the child has not executed sleep");
             std::thread::sleep(Duration::from_millis(1));
         }
         child
@@ -414,7 +414,7 @@ mod tests {
         let held = fs::File::open(&path).expect("the file");
         held.lock().expect("nobody else has it");
         let wanted = path.clone();
-        let lock = move || fs::File::open(wanted).expect("the file").lock().expect("it is free at last");
+        let lock = move || fs::File::open(wanted).expect("the file").lock().expect("the lock is free in the end");
         let found = awaited_when(is_held_by(own_pid()), lock);
         drop(held);
         assert_eq!((found.kind(), found.name), (AwaitedKind::Lock, path.display().to_string()));
@@ -496,8 +496,8 @@ mod tests {
         assert_eq!(found.name, path.display().to_string());
     }
 
-    /// What the main thread of a process waits for on a socket of datagrams with a path, when it
-    /// calls this method.
+    /// The object that the main thread of a process waits for when it calls this method of a
+    /// datagram socket with a path.
     fn awaited_in_datagrams(path: &std::path::Path, method: &str) -> Awaited {
         let script = format!(
             "import socket, sys\ns = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)\ns.bind(sys.argv[1])\ns.{method}(1)"

@@ -1,5 +1,5 @@
-//! Which processes have a pipe, a socket, an event or a file open. The table is read once for all
-//! processes of a capture.
+//! The processes that have a pipe, a socket, an event or a file open. The table is read once for
+//! all processes of a capture.
 
 use std::{
     collections::HashMap,

@@ -125,7 +125,7 @@ pub(crate) struct ProcessConnections {
     pub remote: Vec<TcpConnection>,
 }
 
-/// Those of some processes that have a TCP connection to another machine.
+/// The processes among `pids` that have a TCP connection to another machine.
 #[must_use]
 pub fn connected_to_other_machines(pids: impl IntoIterator<Item = i32>, deadline: Instant) -> Vec<i32> {
     let sockets = TcpSockets::default();

@@ -308,9 +308,9 @@ impl Drop for HoldWatchdog {
     }
 }
 
-/// Raises the priority of this OS thread until dropped. Whatever takes the CPU from this thread
-/// while it holds another thread also extends that thread's stop. So nothing slow may happen under
-/// the raised priority, and every wait must sleep.
+/// Raises the priority of this OS thread until dropped. If this thread loses the CPU while it holds
+/// another thread, that thread stays stopped for longer. So nothing slow may happen under the
+/// raised priority, and every wait must sleep.
 pub(crate) struct RaisedPriority {
     before: Option<Priority>,
 }

@@ -223,7 +223,7 @@ mod tests {
         let map = MappedFile::new(&file).unwrap();
         assert!(!changed(&map, &file));
         file.set_len(5000).unwrap();
-        assert!(changed(&map, &file), "before anything of it is looked at");
+        assert!(changed(&map, &file), "before any part of it is read");
         let ones: usize = map.iter().map(|byte| usize::from(*byte)).sum();
         assert_eq!(ones, 5000);
         assert!(map.has_missing_pages());

@@ -40,8 +40,8 @@ pub(crate) enum Source {
 
 type Device = (u32, u32);
 
-/// Which file systems may not answer, and which do not answer now. A hung network file system often
-/// is the reason for a hang, so a capture must not wait for it too.
+/// The file systems that may not answer, and those that do not answer now. A hung network file
+/// system is often the reason for a hang, so a capture must not wait for it too.
 #[derive(Default)]
 pub(crate) struct FileSystems {
     /// Whether requests to the file system need a timeout.
@@ -160,9 +160,12 @@ mod tests {
         assert_eq!(systems.run_with_timeout(device, Source::File, || 1), Some(1));
         let (release, wait) = mpsc::channel::<()>();
         assert_eq!(systems.run_with_timeout(device, Source::File, move || wait.recv().is_ok()), None);
-        assert_eq!(systems.run_with_timeout(device, Source::File, || panic!("it is not asked again")), None::<()>);
-        assert_eq!(systems.run_with_timeout(device, Source::Memory, || 2), Some(2), "that is another matter");
-        assert_eq!(systems.run_with_timeout((0, 8), Source::File, || 3), Some(3), "that one is well");
+        assert_eq!(
+            systems.run_with_timeout(device, Source::File, || panic!("the file system is not queried again")),
+            None::<()>
+        );
+        assert_eq!(systems.run_with_timeout(device, Source::Memory, || 2), Some(2), "the two sources are independent");
+        assert_eq!(systems.run_with_timeout((0, 8), Source::File, || 3), Some(3), "the other file system answers");
         release.send(()).unwrap();
         // The file system is queried again as soon as it has answered.
         let start = std::time::Instant::now();

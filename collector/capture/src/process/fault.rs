@@ -27,7 +27,7 @@ const MAX_OVERFLOW_PAGES: u64 = 1 << 12;
 
 /// Takes the native and the Python stack of one thread that waits in a signal handler, the native
 /// one from its registers at the signal. Calls `release` when the thread need not wait any longer.
-/// Of a process that aborts, the second part is the reason.
+/// The second part is the reason, if the process aborts.
 pub(crate) fn capture(
     pid: i32,
     tid: i32,
@@ -135,7 +135,7 @@ const MAX_REASON_BYTES: usize = 1024;
 /// and the text.
 const LIBC_TEXT: &[u8] = b"__abort_msg";
 const LIBC_TEXT_START: u64 = 4;
-/// Bytes of the stack in which a C++ exception is looked for: `abort` is called a few frames below
+/// Bytes of the stack to search for a C++ exception: `abort` is called a few frames below
 /// `__cxa_throw`.
 const EXCEPTION_STACK_BYTES: usize = 16 << 10;
 /// First word of the header of a C++ exception of GCC: `GNUCC++` and 0, or 1 for a reference to

@@ -219,9 +219,9 @@ pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str)
     Ok(None)
 }
 
-/// Of pairs whose keys are strings, those whose keys are as long as one of these texts. The keys of
-/// a large dictionary lie on many pages, and hardly any of these has to be copied. Of a small
-/// dictionary, all are returned.
+/// Selects the pairs whose keys are as long as one of these texts. All keys are strings. The keys
+/// of a large dictionary are on many pages, and hardly any of these has to be copied. All pairs of
+/// a small dictionary are returned.
 fn with_lengths_of(memory: &Snapshot, layout: &Layout, pairs: Vec<(u64, u64)>, texts: &[&str]) -> Vec<(u64, u64)> {
     /// Objects of one class have the same keys, whose pages are copied once.
     const FEW_KEYS: usize = 32;

@@ -44,7 +44,7 @@ const POOL: PoolConfig = PoolConfig { name: "xpu_count", parallel: 1, jobs_per_t
 const SEARCH_DELAY: Duration = Duration::from_secs(5);
 const MAX_SEARCH_DELAY: Duration = Duration::from_secs(60);
 
-/// What the interpreters of one process have counted since they started.
+/// The counters of the interpreters of one process since they started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Counts {
     /// Garbage collections of all generations.

@@ -71,8 +71,8 @@ impl FrameWords {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Chain {
     pub frames: Vec<InterpreterFrame>,
-    /// What the state of the thread points to: the innermost frame, or the _PyCFrame that points to
-    /// it.
+    /// The address in the state of the thread: that of the innermost frame, or of the _PyCFrame
+    /// that points to it.
     pub top: u64,
     /// The innermost frame, which may belong to C code.
     pub first: u64,

@@ -1,9 +1,10 @@
 //! Greenlets that are switched away from. No thread has their frames on its stack, and nothing
-//! lists them, so they are searched among the objects of the garbage collector, newest first.
+//! lists them, so the capture searches for them among the objects of the garbage collector, newest
+//! first.
 //!
-//! The layouts are those of the public headers. Of the private state of a greenlet, only one thing
-//! is assumed: somewhere in it is a pointer to the frame of a suspended greenlet. Tested with
-//! greenlet 3; the header of version 2 is equal.
+//! The layouts are those of the public headers. The capture assumes only one thing about the
+//! private state of a greenlet: somewhere in it is a pointer to the frame of a suspended greenlet.
+//! Tested with greenlet 3; the header of version 2 is equal.
 
 use std::{
     collections::HashMap,

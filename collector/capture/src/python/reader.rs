@@ -317,8 +317,8 @@ pub(crate) fn keep_last_holder(threads: &mut [PythonThread]) {
     }
 }
 
-/// Where the interpreter of one process is, and its version. What is found out about an object
-/// applies to all processes of the node that have it mapped.
+/// Where the interpreter of one process is, and its version. Facts about an object apply to all
+/// processes of the node that have it mapped.
 pub(super) struct InterpreterLocation {
     pub object: Rc<MappedObject>,
     pub runtime: Arc<Runtime>,

@@ -1,6 +1,6 @@
-//! The Python stacks of one process, read many times a second. What does not change from one
-//! sample to the next is kept: the interpreter, the list of threads, the chains of frames, and the
-//! names of code.
+//! The Python stacks of one process, read many times a second. The reader keeps parts that do not
+//! change from one sample to the next: the interpreter, the list of threads, the chains of frames,
+//! and the names of code.
 //!
 //! One system call copies the known frames of all threads. A thread whose chain is unchanged is
 //! done then. The chain of any other thread is followed anew, and the new chain counts only if it
@@ -38,7 +38,7 @@ const GAP_BYTES: u64 = 1024;
 /// More known code objects than this are forgotten.
 const MAX_CODES: usize = 1 << 15;
 
-/// After so many samples of only some threads, all are read, whatever the GIL says.
+/// After this number of samples of only some threads, all are read, whatever the GIL says.
 const MAX_PARTIAL_SAMPLES: usize = 25;
 /// Where fewer threads are sampled, all are always read.
 const MIN_THREADS_TO_SKIP: usize = 5;
@@ -46,7 +46,7 @@ const MIN_THREADS_TO_SKIP: usize = 5;
 /// In the state of a thread whose chain is not known.
 const UNKNOWN: u64 = u64::MAX;
 
-/// What a sample of one thread is worth, best first.
+/// The quality of a sample of one thread, best first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Outcome {
     /// The stack existed at one moment.
@@ -79,7 +79,7 @@ struct KnownState {
     /// Its neighbours in the list of threads, and its interpreter.
     links: [u64; 3],
     chain: Chain,
-    /// What is copied for it, and where in the copy the frames are.
+    /// The address ranges that are copied for it, and the offsets of the frames in the copy.
     ranges: Vec<(u64, usize)>,
     frame_offsets: Vec<usize>,
     /// Number of bytes that are copied.
@@ -94,8 +94,8 @@ struct KnownCode {
     frames: HashMap<u64, Option<u32>>,
 }
 
-/// Who held a GIL last, and how often it has gone to another thread. As long as this is the same,
-/// only that thread runs Python code, and the frames of all others stay as they are.
+/// The last holder of a GIL, and the number of its switches to another thread. As long as neither
+/// changes, only that thread runs Python code, and the frames of all others stay as they are.
 #[derive(Clone, Copy, PartialEq, Eq)]
 struct GilUse {
     holder: u64,
@@ -177,7 +177,7 @@ impl StackReader {
         Ok(Some(reader))
     }
 
-    /// Reads the list of threads. What is known of threads that are still there is kept.
+    /// Reads the list of threads. Keeps the state of threads that are still there.
     ///
     /// # Errors
     /// The interpreter can no longer be read: it ended, or the process executed another program.

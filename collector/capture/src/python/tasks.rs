@@ -61,7 +61,7 @@ const NEXT_CALL: &str = "builtin_function_or_method";
 /// Ends of the paths of the files with `wait`, `wait_for` and `TaskGroup`. These wait for tasks by
 /// a future of their own, and have the tasks in their variables.
 const WAITER_FILES: [&str; 2] = ["/asyncio/tasks.py", "/asyncio/taskgroups.py"];
-/// What they wait for, in words.
+/// The objects that they wait for, in words.
 const OTHER_TASKS: &str = "other tasks";
 const COROUTINE: &str = "a coroutine";
 const TASK: &str = "a task";
@@ -71,7 +71,7 @@ pub(super) struct PendingTask {
     pub name: String,
     /// Its coroutines, innermost first.
     pub frames: Vec<InterpreterFrame>,
-    /// What the innermost one waits for; empty if it is to run next.
+    /// The object that the innermost one waits for; empty if it is to run next.
     pub awaits: String,
 }
 
@@ -228,7 +228,7 @@ fn tasks_of_runner(memory: &mut Snapshot, layout: &Layout, runner: u64) -> Vec<u
     sets.first().and_then(|set| members(memory, layout, *set)).unwrap_or_default()
 }
 
-/// A task of trio. `None` if the object is none.
+/// A task of trio. `None` if the object is not one.
 fn trio_task(memory: &mut Snapshot, layout: &Layout, task: u64) -> Option<TaskWords> {
     class_name(memory, layout, task).filter(|name| name == TRIO_TASK)?;
     let mut slot = |class: &str| in_slots(memory, layout, task, class).first().copied();
@@ -315,7 +315,7 @@ fn awaited(memory: &mut Snapshot, layout: &Layout, frame: u64) -> Option<u64> {
     }
 }
 
-/// The coroutine that an awaited object is, or the object that is none.
+/// The coroutine that an awaited object is, or else the object.
 fn inner_coroutine(memory: &mut Snapshot, layout: &Layout, mut object: u64) -> Result<u64, u64> {
     for _ in 0..MAX_BETWEEN {
         let name = class_name(memory, layout, object).unwrap_or_default();

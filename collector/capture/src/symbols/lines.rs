@@ -151,7 +151,7 @@ struct Search<'a> {
     found: Vec<(u64, Vec<Source>)>,
 }
 
-/// What the lookup of an address lacks.
+/// The unit that the lookup of an address lacks.
 enum Missing {
     /// The unit that contains this entry.
     Unit(usize),

@@ -33,7 +33,7 @@ use crate::{
     os::clock::Now,
 };
 
-/// Time in which a node must send what it was asked for.
+/// Time in which a node must send a requested delivery.
 pub(super) const DELIVERY_NS: u64 = 15 * SECOND;
 /// Parts of an incident in transfer at a time. Each has some hundred kilobytes, and they are merged
 /// one by one.

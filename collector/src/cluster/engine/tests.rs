@@ -431,7 +431,7 @@ fn files_are_fetched_after_the_job_has_ended() {
     for name in ["00000-00002.stacktrace", ""] {
         cluster.file(&id, &key, name, at(43));
     }
-    assert!(cluster.hub.engine.incidents[&id].drawing, "all have come");
+    assert!(cluster.hub.engine.incidents[&id].drawing, "all files have arrived");
     // The thread writes them before it draws.
     cluster.wait_drawn();
     let root = cluster.folder.path().join("timeline");
@@ -473,7 +473,7 @@ fn timelines_that_do_not_come_cost_nothing_else() {
     assert!(folder.join(PENDING).exists() && folder.join("verdict.json").exists());
     cluster.hub.tick(at(300));
     cluster.wait_drawn();
-    assert!(!folder.join(PENDING).exists(), "and they are not waited for for ever");
+    assert!(!folder.join(PENDING).exists(), "the cluster collector does not wait forever for them");
     cluster.gathered(&id, GatherEvent::Drawn, at(301));
     assert!(!cluster.hub.engine.incidents[&id].is_gathering);
 }
@@ -492,7 +492,7 @@ fn files_are_requested_again_when_a_node_reconnects() {
     cluster.hub.tick(at(45));
     let _ = cluster.fetched(&mut again, FileKind::Stacktrace);
     cluster.hub.tick(at(300));
-    assert!(cluster.hub.engine.incidents[&id].drawing, "and not for ever");
+    assert!(cluster.hub.engine.incidents[&id].drawing, "the cluster collector does not wait forever");
 }
 
 #[test]

@@ -48,7 +48,7 @@ pub(super) struct Report {
     pub problems: Vec<String>,
 }
 
-/// What is or would be hooked in a process or program.
+/// The functions that are or would be hooked in a process or program.
 pub(super) struct Hooked {
     /// Its title.
     pub title: String,
@@ -68,7 +68,7 @@ pub(super) struct Hooked {
 pub(super) struct Plugin {
     /// Its path.
     pub path: PathBuf,
-    /// Which functions of the original tool it defines, or why it cannot be used.
+    /// The functions of the original tool that it defines, or the reason why it cannot be used.
     pub functions: Result<Vec<&'static str>>,
 }
 

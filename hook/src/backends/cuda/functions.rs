@@ -208,7 +208,7 @@ hooked! {
     hipGraphExecDestroy | mcGraphExecDestroy(exec: GraphExec) => |_, _| GraphChange::ExecGone(exec as usize);
 }
 
-/// What a call launches.
+/// The object that a call launches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Launch {
     /// A kernel, by its handle.
@@ -217,7 +217,7 @@ pub(crate) enum Launch {
     Graph(usize),
 }
 
-/// What a launch begins, as long as its launch configuration is not known.
+/// The operation that a launch begins, before its launch configuration is known.
 #[derive(Clone, Copy)]
 enum Launched {
     /// Nothing, like most launches.
@@ -443,9 +443,9 @@ fn state_of(site: &Site) -> Option<GetState> {
 enum Ended {
     /// The one at this address.
     Context(usize),
-    /// Those of a device. Which these are is unknown, so all contexts get a new generation.
+    /// The contexts of a device. The hook does not know them, so all contexts get a new generation.
     All,
-    /// Those of a device, if that was the last reference to its primary context.
+    /// The contexts of a device, if that was the last reference to its primary context.
     IfInactive { device: c_int, state: Option<GetState> },
 }
 

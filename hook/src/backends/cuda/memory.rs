@@ -51,7 +51,7 @@ impl AfterCall for Option<Copy> {
 /// A copy that is counted, and the operation that it may be.
 type Counted<T> = (Option<OpenOperation>, T);
 
-/// The same for a call whose success only shows activity.
+/// A call whose success only shows activity, and the operation that it may be.
 type Shown = (Option<OpenOperation>, Active);
 
 /// Direction and bytes of a copy, by the direction of the runtime API.
@@ -72,7 +72,7 @@ fn copied(recorder: &'static Recorder, site: Site, stream: Stream, copy: Copy) -
     (open(recorder, site, stream, || transfer(&copy)), copy)
 }
 
-/// The same, if it is described.
+/// A copy of the runtime API. `copy` is `None` if the caller does not describe it.
 #[inline(always)]
 fn copied_if_known(
     recorder: &'static Recorder,
@@ -197,7 +197,7 @@ fn by_layers(what: *const Layers) -> Option<Copy> {
     unsafe { what.as_ref() }.map(|what| layers(what.kind, [&what.from, &what.to], what.extent))
 }
 
-/// The same for a copy between devices.
+/// Called before a copy between devices that a structure describes.
 fn by_peer_layers(what: *const PeerLayers) -> Option<Copy> {
     // SAFETY: null, or the caller's structure, which is valid during the call.
     unsafe { what.as_ref() }.map(|what| layers(BETWEEN_DEVICES, [&what.from, &what.to], what.extent))
@@ -267,8 +267,8 @@ fn by_volume(what: *const Volume) -> (CopyDirection, usize) {
     })
 }
 
-/// The direction between two kinds of memory (CUmemorytype). Of unified memory, which may be
-/// anywhere, it is unknown.
+/// The direction between two kinds of memory (CUmemorytype). It is unknown for unified memory,
+/// which may be anywhere.
 fn between(from: c_uint, to: c_uint) -> CopyDirection {
     const HOST: c_uint = 1;
     const DEVICE: c_uint = 2;
@@ -517,7 +517,7 @@ mod tests {
             let padding = 0xffff_ffff << 32;
             let rows: [usize; 16] = words(&[(2, padding | from), (9, padding | to), (14, 48), (15, 10)]);
             assert_eq!(by_rows(rows.as_ptr().cast()), (direction, 480));
-            // The same, and Depth.
+            // srcMemoryType, dstMemoryType, WidthInBytes, Height and Depth.
             let volume: [usize; 25] = words(&[(4, padding | from), (15, padding | to), (22, 48), (23, 10), (24, 7)]);
             assert_eq!(by_volume(volume.as_ptr().cast()), (direction, 3360));
         }

@@ -233,7 +233,7 @@ fn making(recorder: &'static Recorder, op: Op, name: &'static str) -> NewOperati
     NewOperation { kind: OpKind::HostCall, op, ..named_host_call(recorder, name) }
 }
 
-/// What a handle refers to.
+/// The object that a handle refers to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// A communicator.

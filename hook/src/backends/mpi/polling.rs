@@ -166,7 +166,7 @@ pub(crate) fn poll_unsuccessful(recorder: &'static Recorder, what: impl FnOnce()
     });
 }
 
-/// The same with a clock reading.
+/// Handles an unsuccessful poll that needs a clock reading.
 #[cold]
 fn poll_at(recorder: &'static Recorder, now: u64, counter: u64, what: impl FnOnce() -> BlockingCall) {
     let mut state = POLL_STATE.get();
@@ -253,7 +253,7 @@ mod tests {
         };
         let state = PollState::new(Recorder::for_test(), 0, 0);
         let unknown = state.after(gap, polled_ns, &look(1));
-        assert!(gap <= MAX_POLL_GAP_NS || unknown.is_none(), "nobody knows what it did before");
+        assert!(gap <= MAX_POLL_GAP_NS || unknown.is_none(), "its earlier work is unknown");
         (1..100)
             .try_fold(state, |state, turn| {
                 PollState { look: look(turn - 1), ..state }.after(gap, polled_ns, &look(turn))

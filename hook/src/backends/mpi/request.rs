@@ -80,7 +80,7 @@ impl AfterCall for NonblockingCall {
     }
 }
 
-/// Which of its requests a call waits for.
+/// The requests that a call waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum WaitFor {
     /// All requests.

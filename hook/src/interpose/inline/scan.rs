@@ -155,7 +155,7 @@ fn replace(object: &Object, function: &'static Function, symbol: Symbol) -> Resu
     }
 }
 
-/// Which functions are replaced (`XPU_TIMER_INLINE`).
+/// The functions that are replaced (`XPU_TIMER_INLINE`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Level {
@@ -163,15 +163,15 @@ pub(crate) enum Level {
     Off = 1,
     /// Functions that cannot be reached otherwise.
     Auto = 2,
-    /// Also functions of the driver and the runtime where these libraries bind to themselves. What
-    /// the driver launches internally belongs to a launch that is seen anyway, so this is for
+    /// Also functions of the driver and the runtime where these libraries bind to themselves. An
+    /// internal launch of the driver belongs to a launch that the hook sees anyway, so this is for
     /// investigations.
     All = 3,
 }
 
 pub(crate) static LEVEL: AtomicU32 = AtomicU32::new(Level::Off as u32);
 
-/// What a loaded object means for the inline hooks.
+/// The role of a loaded object for the inline hooks.
 pub(crate) struct Role {
     pub is_program: bool,
     pub is_symbolic: bool,

@@ -25,7 +25,7 @@ use crate::runtime::os::sys;
 /// The environment as `NAME=value` strings.
 pub(crate) type Environment = Vec<String>;
 
-/// Which operations get a start and an end event.
+/// The operations that get a start and an end event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Bracket {
@@ -35,7 +35,7 @@ pub(crate) enum Bracket {
     All = 1,
     /// Nothing.
     None = 2,
-    /// The same, and matrix products.
+    /// The operations of `Collectives`, and matrix products.
     Matmuls = 3,
 }
 
@@ -52,9 +52,9 @@ pub(crate) struct Config {
     pub local_log: PathBuf,
     /// Mode of the log file.
     pub log_mode: u32,
-    /// Which operations get events.
+    /// The operations that get events.
     pub bracket: Bracket,
-    /// Number of launches that are looked at for Python stacks.
+    /// Number of launches whose Python stacks are read.
     pub stack_launches: u32,
     /// `XPU_TIMER_HOST_TRACING_FUNC`, empty for none.
     pub traced_functions: String,

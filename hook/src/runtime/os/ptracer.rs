@@ -7,7 +7,7 @@
 //! its stacks may matter, for example those of a spawned data loader worker. So the launcher passes
 //! the collector's pid in an environment variable, and the hook makes the system call when the
 //! library is loaded. Only connected processes learn of a collector that was restarted since then.
-//! Without Yama, nothing of this has any effect.
+//! Without Yama, all of this has no effect.
 //!
 //! A process has only one such permission. The hook does not replace the host's: the transports of
 //! Open MPI and UCX permit all processes and then read each other's memory.

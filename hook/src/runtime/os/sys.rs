@@ -91,7 +91,7 @@ pub(crate) fn is_regular(path: &CStr) -> bool {
 /// Reads a word of this process's memory that may be unmapped.
 ///
 /// # Errors
-/// Those of [`read_memory`].
+/// The errors of [`read_memory`].
 pub(crate) fn word_at(address: usize) -> io::Result<usize> {
     let mut word = [0; size_of::<usize>()];
     read_memory(address, &mut word).map(|()| usize::from_ne_bytes(word))

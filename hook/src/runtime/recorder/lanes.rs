@@ -38,7 +38,7 @@ pub(crate) struct Allocations {
     sizes: [AtomicU64; ALLOCATION_SLOTS],
 }
 
-/// Those of this process.
+/// The allocations of this process.
 pub(crate) static ALLOCATIONS: Allocations = Allocations {
     addresses: [const { AtomicU64::new(0) }; ALLOCATION_SLOTS],
     sizes: [const { AtomicU64::new(0) }; ALLOCATION_SLOTS],

@@ -123,7 +123,7 @@ pub(crate) struct AttentionKernels {
     used: AtomicUsize,
 }
 
-/// Those of this process.
+/// The attention kernels of this process.
 pub(crate) static ATTENTION: AttentionKernels = AttentionKernels::new();
 
 impl AttentionKernels {

@@ -239,7 +239,7 @@ impl Recorder {
         OpKind::try_from((what & 0xff) as i32).unwrap_or_default()
     }
 
-    /// What an operation does.
+    /// The function of an operation, such as an all-reduce.
     pub(crate) fn op(&self, slot: usize) -> Op {
         let what = self.ring.op(slot)[op::WHAT].load(Ordering::Relaxed);
         Op::try_from(((what >> 8) & 0xff) as i32).unwrap_or_default()

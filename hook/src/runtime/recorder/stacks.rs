@@ -2,8 +2,8 @@
 //! launching thread follows its own frames, which cannot change meanwhile, and stores the addresses
 //! of their code. The collector names them later.
 //!
-//! Nothing of the interpreter is called, and no GIL is needed. The collector says where the frames
-//! are. Memory is read through the kernel, so a wrong address is an error instead of a crash. A
+//! It calls no function of the interpreter, and needs no GIL. The collector sends the place of the
+//! frames. Memory is read through the kernel, so a wrong address is an error instead of a crash. A
 //! thread under a seccomp filter of the program keeps no stacks.
 
 use std::sync::atomic::{AtomicU64, Ordering};

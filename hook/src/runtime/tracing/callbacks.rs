@@ -1,5 +1,5 @@
-//! What the interpreter calls at each event of a traced function, in the thread of the program. It
-//! calls nothing of the interpreter, takes no lock and allocates nothing.
+//! The callbacks that the interpreter runs at each event of a traced function, in the thread of the
+//! program. They call no function of the interpreter, take no lock and allocate nothing.
 //!
 //! A call that ends by an exception has no event of its function alone before CPython 3.15. So the
 //! hook listens to `PY_UNWIND` of all functions there, which happens only when an exception leaves
@@ -32,7 +32,7 @@ pub(crate) struct Codes {
     used: AtomicUsize,
 }
 
-/// Those of this process.
+/// The codes of this process.
 pub(crate) static CODES: Codes = Codes::new();
 
 impl Codes {

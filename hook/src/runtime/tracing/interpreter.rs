@@ -294,7 +294,7 @@ impl Api {
         self.kept(unsafe { (self.system)(name.as_ptr()) })
     }
 
-    /// A reference to `None`, which lives for ever from Python 3.12 on.
+    /// A reference to `None`, which is immortal from Python 3.12 on.
     pub(crate) fn none(&self) -> Reference {
         // SAFETY: the thread holds the GIL, and an empty format takes no arguments.
         unsafe { (self.build)(c"".as_ptr()) }

@@ -24,7 +24,7 @@ use crate::runtime::{
 static OF_INTERPRETER: Method = Method::passes_on(c"excepthook", uncaught);
 static OF_THREADING: Method = Method::passes_on(c"_excepthook", uncaught_in_thread);
 
-/// What was replaced so far.
+/// The functions that are replaced so far.
 pub(crate) struct Listener {
     interpreter: bool,
     threading: bool,
@@ -161,7 +161,7 @@ impl Uncaught {
         })
     }
 
-    /// Writes the exception as Python prints it, without lines of code. Of a text that is too long,
+    /// Writes the exception as Python prints it, without lines of code. If the text is too long,
     /// only the first line is kept.
     fn write(&self, api: &'static Api, out: &mut Text, message: &str, skipped: usize) -> fmt::Result {
         let text = |object: &Option<Owned>| object.as_ref().and_then(|object| api.text_of(object.0));

@@ -130,7 +130,7 @@ impl Functions {
     }
 
     /// Lets the interpreter call a function through `call`, which calls [`original`]. The function
-    /// must be one that can be traced. Its reference is kept for ever.
+    /// must be one that can be traced. Its reference is kept forever.
     pub(crate) fn replace(&self, function: Owned, call: Vectorcall) {
         let function = function.leak() as usize;
         self.called_through(function).store(call as usize, Ordering::Release);
@@ -224,7 +224,7 @@ fn subclass(api: &'static Api, class: &Owned, pointer: usize) -> Option<usize> {
         .all(|index| of(traced, *index) == of(class.0 as usize, *index));
     let differing = of(traced, FLAGS) ^ of(class.0 as usize, FLAGS);
     let dictionary = of(traced, DICTIONARY) as Reference;
-    // What a class has of its own, and what an instance says of its class.
+    // The class's own docstring, and the class that an instance reports.
     let is_set = api.set_item(dictionary, c"__doc__", &own_doc) && api.set_item(dictionary, c"__class__", class);
     (is_equal && is_set && differing & (HAS_VECTORCALL | HAS_GC | IS_METHOD) == 0).then_some(traced)
 }

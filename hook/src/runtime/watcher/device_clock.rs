@@ -10,7 +10,7 @@
 //! makes progress, and the hook has events in the context anyway. With
 //! `CUDA_DEVICE_MAX_CONNECTIONS=1` all streams share one hardware queue, and a record waits while
 //! it is full. So no anchor is recorded while a thread may be waiting for a place there. A record
-//! that waits all the same stops only the watcher, which the collector notices.
+//! that waits anyway stops only the watcher, which the collector notices.
 
 use std::collections::{HashMap, VecDeque};
 

@@ -1,4 +1,4 @@
-//! The watcher's calls of the driver. Each is stamped, because it may block for ever.
+//! The watcher's calls of the driver. Each is stamped, because it may block forever.
 
 use std::sync::atomic::Ordering;
 

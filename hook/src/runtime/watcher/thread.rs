@@ -24,7 +24,7 @@ use crate::runtime::{
 /// the host's thread-local variables in it, so their size is added.
 const STACK_BYTES: usize = 256 * 1024;
 
-/// What the thread should do.
+/// The command to the thread.
 static WANTED: AtomicU32 = AtomicU32::new(TURN);
 
 const TURN: u32 = 0;

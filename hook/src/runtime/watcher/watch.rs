@@ -1,9 +1,9 @@
 //! The watcher: sees operations start and complete, signals a hang, and talks to the node
 //! collector.
 //!
-//! It calls only driver functions. Each call is stamped before it begins, because it may block for
-//! ever; then the collector sees the stamp and the stopped heartbeat. The host never waits for this
-//! thread, except for a bounded time at its exit.
+//! It calls only driver functions. Each call is stamped before it begins, because it may block
+//! forever; then the collector sees the stamp and the stopped heartbeat. The host never waits for
+//! this thread, except for a bounded time at its exit.
 
 use std::{sync::atomic::Ordering, time::Duration};
 

@@ -127,8 +127,8 @@ fn measure(artifacts: &Artifacts, time: Duration, all: bool) -> Result<Idle> {
     Ok(Idle { alone, watching, launches, recorded, peak })
 }
 
-/// Operations of a rank a second in the timeline of the last seconds, none of which may be missing.
-/// There is a file of samples for each rank, or there is none.
+/// Operations of a rank a second in the timeline of the last seconds. None may be missing. There is
+/// a file of samples for each rank, or there is none.
 fn recorded(job: &Job, seconds: f64, is_sampled: bool) -> Result<f64> {
     let (code, body) = http("POST", job.port, &format!("/timeline?seconds={seconds}")).map_err(anyhow::Error::msg)?;
     ensure!(code == 200, "/timeline: {code} {body}");

@@ -223,7 +223,7 @@ pub const TOKEN: &str = "bench";
 type Authorize = fn(Request<()>) -> Result<Request<()>, Status>;
 
 fn authorize(mut request: Request<()>) -> Result<Request<()>, Status> {
-    let value = format!("Bearer {TOKEN}").parse().map_err(|_| Status::internal("the token is no header"))?;
+    let value = format!("Bearer {TOKEN}").parse().map_err(|_| Status::internal("the token is not a valid header"))?;
     request.metadata_mut().insert("authorization", value);
     Ok(request)
 }
@@ -322,7 +322,7 @@ impl Template {
                 let mut entry = if rank == culprit { self.loader.clone() } else { entry.clone() };
                 entry.rank = rank;
                 entry.node = format!("node-{node:05}");
-                let flight = entry.flight.as_mut().expect("made with one");
+                let flight = entry.flight.as_mut().expect("each entry has a flight record");
                 number(flight, nodes, rank, culprit);
                 entry.encode_to_vec()
             })

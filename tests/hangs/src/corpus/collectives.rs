@@ -25,7 +25,7 @@ pub fn scenarios() -> Vec<Scenario> {
             .fault("skip@3:world")
             .is(&["missing_rank", "op_mismatch"], &[3]),
         hybrid("skip-two", 1, 1, 8).option("--steps=60").fault("skip@2+7:dp").is(MISSING, &[2, 7]),
-        // Something else than the others.
+        // A different operation from that of the others.
         hybrid("op-dp", 1, 1, 4).fault("op@2:dp").is(&["op_mismatch"], &[2]),
         hybrid("op-tp", 4, 1, 2).fault("op@5:tp").is(&["op_mismatch"], &[5]),
         hybrid("op-rank0", 1, 1, 4).fault("op@0:dp").is(&["op_mismatch"], &[0]),
@@ -57,8 +57,8 @@ pub fn scenarios() -> Vec<Scenario> {
     ]
 }
 
-/// What it does instead has another name, another size, or comes at another time; all of it is
-/// true.
+/// The rank launches another operation, another size, or launches later: each of these causes is
+/// right.
 const DIFFERS: &[&str] = &["op_mismatch", "size_mismatch", "missing_rank"];
 /// It is a step ahead of the others in every communicator, and has not entered their collective.
 const AHEAD: &[&str] = &["missing_rank", "order_mismatch", "op_mismatch"];

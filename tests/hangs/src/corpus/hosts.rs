@@ -1,6 +1,6 @@
-//! Hangs whose reason lies in one process, in what it asks of the machine, or in what the machine
-//! does to it; ranks that go wrong by an exception or a signal, and what they do instead of going
-//! on; ranks that an elastic agent starts again.
+//! Hangs with a reason in one process, in its requests to the machine, or in a fault of the
+//! machine; ranks that fail by an exception or a signal and do not continue; ranks that an elastic
+//! agent starts again.
 
 use crate::{
     program::{Need, Program},
@@ -87,8 +87,7 @@ const NOT_EVEN_KILLED: &[&str] = &["d_state", "storage_io"];
 const COMPILE: &[&str] = &["compile"];
 const MISSING: &[&str] = &["missing_rank"];
 
-/// What a function of `machine.py` does to a rank: its name, where it begins, world, rank, and what
-/// is right.
+/// The faults of `machine.py`: the function, where it begins, world, rank, and the right causes.
 const TROUBLES: &[(&str, &str, u32, u32, &[&str])] = &[
     ("fuse_read", "load", 4, 1, LOADER_IO),
     ("fuse_stat", "load", 4, 0, LOADER_IO),
@@ -115,8 +114,8 @@ const TROUBLES: &[(&str, &str, u32, u32, &[&str])] = &[
     ("handshake", "save", 4, 3, &["missing_rank", "storage_io"]),
 ];
 
-/// What the machine does to a rank: file systems that stop answering, freezers, debuggers,
-/// compilers, long imports.
+/// Faults of a rank's machine: file systems that stop answering, freezers, debuggers, compilers,
+/// long imports.
 pub fn machine() -> Vec<Scenario> {
     TROUBLES
         .iter()
@@ -129,7 +128,7 @@ pub fn machine() -> Vec<Scenario> {
         .collect()
 }
 
-/// What the machine must support for a trouble of `sharded.py`.
+/// The feature that the machine must support for a trouble of `sharded.py`.
 fn need(trouble: &str) -> Option<Need> {
     match trouble {
         "frozen_with_group" => Some(Need::Groups),

@@ -200,8 +200,7 @@ pub fn threads() -> Vec<Scenario> {
     ]
 }
 
-/// Functions of `blind.py`: the job, its world, who brings the trouble, and the causes that are
-/// right for it.
+/// Functions of `blind.py`: the job, its world, the culprits, and the right causes.
 const JOBS: &[(&str, u32, &[u32], &[&str])] = &[
     ("decoder_keeps_interpreter", 4, &[2], &["gil_deadlock"]),
     ("another_program", 4, &[1], &["missing_rank", "process_dead"]),
@@ -218,7 +217,7 @@ const JOBS: &[(&str, u32, &[u32], &[&str])] = &[
     ("kernel_and_sleep", 6, &[1, 4], &["missing_rank", "kernel_hang"]),
 ];
 
-/// The same of `blind_gloo.py`.
+/// Functions of `blind_gloo.py`, with the columns of [`JOBS`].
 const ON_GLOO: &[(&str, u32, &[u32], &[&str])] = &[
     ("group_without_one", 4, &[1], &["comm_init"]),
     ("pair_for_half", 4, &[2], &["missing_rank", "order_mismatch"]),

@@ -1,4 +1,4 @@
-//! What code that is called from C needs: arguments, and handles of objects.
+//! Types for functions that are called from C: arguments, and handles of objects.
 //!
 //! A C function trusts its caller about every pointer, and so do the types of arguments. They
 //! contain all of that trust, so that the functions themselves are safe Rust.

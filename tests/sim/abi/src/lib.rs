@@ -6,7 +6,7 @@
 #![deny(unsafe_code)]
 
 /// Whether this is the library of CUDA 12. It is the file of CUDA 13 with another soname, which the
-/// tests write into its copy wherever the name stands (`link_sim` in `tests/src/artifacts.rs`).
+/// tests write into its copy wherever the name occurs (`link_sim` in `tests/src/artifacts.rs`).
 #[must_use]
 pub fn is_cuda_12(soname: &'static str) -> bool {
     // The compiler does not know that the copy has another name.

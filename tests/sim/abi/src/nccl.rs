@@ -27,7 +27,7 @@ pub struct Config {
     pub blocking: i32,
 }
 
-/// What `Config::magic` must be.
+/// The value of `Config::magic`.
 pub const CONFIG_MAGIC: u32 = 0xcafe_beef;
 /// The color of a rank that takes part in a split without getting a communicator.
 pub const SPLIT_NO_COLOR: i32 = -1;

@@ -29,7 +29,7 @@ pub static MODULES: Handles<Module> = Handles::new();
 /// All requested kernels.
 pub static FUNCTIONS: Handles<Function> = Handles::new();
 
-/// What a kernel does.
+/// The behaviour of a kernel.
 #[derive(Clone, Copy)]
 pub enum Behaviour {
     /// It keeps the stream busy.
@@ -86,7 +86,7 @@ impl Flags {
 #[derive(Clone, Copy)]
 struct Kernel {
     behaviour: Behaviour,
-    /// What its first launch takes on the host.
+    /// The time that its first launch takes on the host.
     loading: Duration,
 }
 

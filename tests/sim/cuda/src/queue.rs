@@ -58,7 +58,7 @@ struct ConnectionState {
 }
 
 impl Connection {
-    /// That of a context, if its streams share one.
+    /// The connection of a context, if its streams share one.
     fn of(context: u64) -> Option<Arc<Self>> {
         let mut all = CONNECTIONS.lock().unwrap_or_else(PoisonError::into_inner);
         HAS_ONE_CONNECTION.then(|| Arc::clone(all.entry(context).or_default()))
@@ -486,7 +486,7 @@ pub enum Record {
 pub struct LatestRecord(Mutex<Record>);
 
 impl LatestRecord {
-    /// Of an event that was never recorded.
+    /// The record of an event that was never recorded.
     pub fn never() -> Arc<Self> {
         Arc::new(LatestRecord(Mutex::new(Record::Never)))
     }

@@ -1,5 +1,5 @@
 //! Streams and events. Streams are in-order queues; the legacy default stream adds an order between
-//! them. Of the records of an event, the latest counts.
+//! them. The latest record of an event counts.
 
 use std::{
     cell::RefCell,
@@ -230,8 +230,8 @@ const DISABLE_TIMING: u32 = 2;
 /// real driver: `XPU_SIM_DEAD_EVENTS_ABORT=1`.
 static DEAD_EVENTS_ABORT: LazyLock<bool> = LazyLock::new(|| process::setting("XPU_SIM_DEAD_EVENTS_ABORT", 0) != 0);
 
-/// The device's clock: `XPU_SIM_CLOCK=PPM,OFFSET_S` makes it faster than the host's by so many
-/// millionths, and ahead of it.
+/// The device's clock: `XPU_SIM_CLOCK=PPM,OFFSET_S` makes it PPM millionths faster than the host's,
+/// and OFFSET_S seconds ahead of it.
 static CLOCK: LazyLock<DeviceClock> = LazyLock::new(|| {
     let text = std::env::var("XPU_SIM_CLOCK").unwrap_or_default();
     let mut numbers = text.split(',').map(|number| number.trim().parse::<f64>().unwrap_or(0.0));
@@ -246,7 +246,7 @@ struct DeviceClock {
 }
 
 impl DeviceClock {
-    /// What it shows at a time of the host.
+    /// Its reading at a time of the host.
     fn seconds(&self, time: Instant) -> f64 {
         let after = time.saturating_duration_since(self.since).as_secs_f64();
         let before = self.since.saturating_duration_since(time).as_secs_f64();

@@ -393,7 +393,7 @@ fn a_library_of_which_only_a_part_is_written_is_reported() {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let (process, path) = wait_in_library(folder.path());
     let (pid, whole) = (process.pid(), fs::read(&path).expect("the library"));
-    // What `cp` over the library leaves while it waits for a processor.
+    // The file that `cp` over the library leaves while it waits for a processor.
     let file = OpenOptions::new().write(true).open(&path).expect("own file");
     for part in (1..16).map(|part| whole.len() * part / 16) {
         file.set_len(0).expect("own file");

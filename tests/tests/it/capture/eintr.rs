@@ -34,7 +34,7 @@ fn counts(process: &mut Process, round: usize) -> HashMap<String, u32> {
     counts.map(|(call, count)| (call, count.parse().expect("a number"))).collect()
 }
 
-/// What the program counts, by the names of its calls.
+/// The program's counters, by the names of its calls.
 fn counted(process: &mut Process, round: usize) -> HashMap<String, String> {
     process.signal(Signal::SIGUSR1);
     let head = format!("round {round}:");

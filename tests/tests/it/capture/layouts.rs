@@ -235,8 +235,8 @@ int main(int count, char **arguments) {
 }
 "#;
 
-/// The stand-ins for all free-threaded builds whose headers are there. No object file has what
-/// their headers refer to, and nothing of it is called.
+/// The stand-ins for all free-threaded builds whose headers are there. No object file has the
+/// symbols that their headers refer to, and none of them is called.
 fn stand_ins(folder: &Path) -> Vec<(&'static str, PathBuf)> {
     let mut made = Vec::new();
     for version in FREE_THREADED {

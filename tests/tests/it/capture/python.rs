@@ -1,7 +1,8 @@
 //! Python stacks of every CPython that can be read (those of pyenv or the PATH, and the two of the
 //! second Debian), and the command line over them. Free-threaded builds that are there are tested
-//! like the others. The interpreters of living processes are asked for what they count: collections
-//! of garbage, and the batches of PyTorch's data loaders, wherever a program keeps their iterators.
+//! like the others. The tests read the counters of the interpreters of living processes:
+//! collections of garbage, and the batches of PyTorch's data loaders, wherever a program keeps
+//! their iterators.
 
 use std::{
     fs,
@@ -42,7 +43,7 @@ pub struct Python {
     /// Whether it has no GIL.
     pub free_threaded: bool,
     program: PathBuf,
-    /// What is passed to it before the script.
+    /// Its options before the script.
     options: &'static [&'static str],
     /// The root folder that it lives in, if that is not this one.
     root: Option<PathBuf>,
@@ -59,7 +60,7 @@ pub struct Script {
 }
 
 /// All versions that are there; the others are skipped out loud. No Debian has a free-threaded
-/// build, so nothing is said of those.
+/// build, so they are not checked.
 pub fn all() -> Vec<Python> {
     let minor =
         |version: &str| version.trim_start_matches("3.").trim_end_matches('t').parse().expect("a minor version");

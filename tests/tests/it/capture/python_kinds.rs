@@ -494,7 +494,7 @@ fn an_interpreter_that_is_too_old_is_named() {
     let captured = capture_until(process.pid(), "it sleeps", |sample| sample.stacktrace[0].incomplete.is_empty());
     let errors = captured.sample.errors.join("; ");
     assert!(errors.contains("CPython 3.7 is not supported, only 3.8 to 3.15"), "{errors}");
-    assert!(captured.sample.stacktrace[0].frames.len() > 3, "its native stack is there all the same");
+    assert!(captured.sample.stacktrace[0].frames.len() > 3, "its native stack is there anyway");
 }
 
 /// A program in which tasks wait, one event loop a thread. The name of a thread is the way in which

@@ -32,7 +32,7 @@ __attribute__((noinline)) static int within(int (*callback)(void)) { return call
 int enter_library(int (*callback)(void)) { return within(callback) + 1; }
 ";
 
-/// The program whose library lies on a file system that hangs.
+/// The program whose library is on a file system that hangs.
 fn start_stuck(folder: &Path) -> Process {
     let library = compile_c(folder, "library.so", LIBRARY, &["-O1", "-fno-omit-frame-pointer", "-shared", "-fPIC"]);
     let arguments = ["-O1", "-fno-omit-frame-pointer", "-pthread", "-fno-optimize-sibling-calls", "-rdynamic"];
@@ -221,7 +221,7 @@ fn no_thread_stays_stopped() {
             let _ = kill(*one, signal);
         }
         let at_that_time = stopped_threads(pid).len();
-        // The command is still frozen while this is waited for.
+        // The command is still frozen during this wait.
         wait_until(PATIENCE, "no thread is held", || stopped_threads(pid).is_empty());
         match signal {
             Signal::SIGSTOP => frozen += usize::from(at_that_time > 0),

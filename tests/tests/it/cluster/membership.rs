@@ -1,6 +1,6 @@
-//! Which ranks a job has. Worlds change: they grow and shrink within a restart attempt, and their
+//! The membership of a job. Worlds change: they grow and shrink within a restart attempt, and their
 //! agents count restarts apart. Ranks do not register. Two jobs have one name, or one address. A
-//! node speaks for a rank that another node has. And processes that are no ranks: a rank of one
+//! node speaks for a rank that another node has. And processes that are not ranks: a rank of one
 //! node waits for a rank of another one, which waits for such a process.
 
 use std::{collections::BTreeSet, fs, path::Path};
@@ -115,8 +115,8 @@ fn agents_that_count_restarts_apart_have_one_world() {
     check(&cluster, 1, 1, &[(0, "node-a"), (1, "node-b")]);
 }
 
-/// Rank 0 hangs on one node. What became of rank 1, which runs a piece of Python under the launcher
-/// of another one, and the sentence.
+/// Rank 0 hangs on one node. Returns the evidence of rank 1, which runs a piece of Python under the
+/// launcher of another one, and the sentence.
 fn unregistered_rank(script: &str) -> (RankEvidence, String) {
     let cluster = Cluster::new();
     let mut a = Node::with_ranks(&cluster, "node-a", "silent", 0, 1, 2);
@@ -167,7 +167,7 @@ fn make_communicator(hook: &mut FakeHook, id: u64) {
 fn two_jobs_of_one_name_over_two_nodes_each() {
     let cluster = Cluster::new();
     let mut nodes = [Node::new(&cluster, "node-a"), Node::new(&cluster, "node-b")];
-    // Which of the two comes first is not the same on both nodes.
+    // The order of the two jobs differs between the nodes.
     let order = [[0xa1, 0xb2], [0xb2, 0xa1]];
     for (number, (node, jobs)) in nodes.iter_mut().zip(order).enumerate() {
         for id in jobs {
@@ -308,8 +308,7 @@ fn agents_on_three_nodes_restart_a_job_that_hung() {
                 .args(["--nproc-per-node=1", "--max-restarts=1", "--rdzv-id=agents"])
                 .arg(format!("--nnodes={NODES}"));
             command.arg(format!("--rdzv-endpoint={}:29400", network.address(1)));
-            // All have the name of this machine, by which an agent knows whether it is the one that
-            // is meant.
+            // All have the name of this machine, by which an agent knows whether it is the host.
             command.arg(format!("--rdzv-conf=is_host={}", u32::from(member == 1)));
             command.arg(format!("--local-addr={}", network.address(member)));
             let process = Process::spawn(command.arg(&script));
@@ -422,10 +421,10 @@ fn a_stopped_process_that_is_no_rank_is_named_across_two_nodes() {
     check_process(&cluster.wait_incident(1), folder, "node-b", "serve.py tokenizer");
 }
 
-/// The verdict names the process of `helper.pid`, which is no rank.
+/// The verdict names the process of `helper.pid`, which is not a rank.
 fn check_process(incident: &Incident, folder: &Path, node: &str, command: &str) {
     let mut pid = None;
-    wait_until(PATIENCE, "the helper has said who it is", || {
+    wait_until(PATIENCE, "the helper has written its pid", || {
         pid = fs::read_to_string(folder.join("helper.pid")).ok().and_then(|pid| pid.parse::<i32>().ok());
         pid.is_some()
     });

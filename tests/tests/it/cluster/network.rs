@@ -59,8 +59,7 @@ impl Network {
     }
 
     fn make(&mut self, nodes: u32) -> Result<(), String> {
-        // The bridge lies in a namespace of its own, so that nothing of this machine's network is
-        // touched.
+        // The bridge is in a namespace of its own, so that this machine's network does not change.
         let hub = format!("{}-hub", self.prefix);
         ip(&format!("netns add {hub}"))?;
         self.namespaces.push(hub.clone());
@@ -222,7 +221,7 @@ pub fn certificates(folder: &Path, names: &[&str]) {
     fs::write(folder.join("token"), "a long secret\n").unwrap();
 }
 
-/// Settings of a cluster collector with TLS and a token; the files lie in `folder`.
+/// Settings of a cluster collector with TLS and a token; the files are in `folder`.
 pub fn secured(job: Job, folder: &Path) -> Job {
     let path = |name: &str| folder.join(name).display().to_string();
     job.with("XPU_TIMER_CLUSTER_CERT_FILE", &path("cert.pem"))

@@ -1,6 +1,6 @@
-//! What goes wrong around a job-wide incident: ranks that are ended or leave, two jobs on the same
-//! nodes, one folder for all, a disk that fills up, a webhook that hangs, a port that is taken, and
-//! either role restarted or stopped while parts and files are being sent.
+//! Trouble around a job-wide incident: ranks that are ended or leave, two jobs on the same nodes,
+//! one folder for all, a disk that fills up, a webhook that hangs, a port that is taken, and either
+//! role restarted or stopped while parts and files are being sent.
 
 use std::{
     fs,
@@ -86,7 +86,7 @@ fn two_jobs_over_the_same_nodes_hang_at_once() {
     cluster.wait_ranks("two", 2);
     nodes[0].hooks[0].hang(3);
     nodes[1].hooks[1].hang(3);
-    // Either may be finished first, so that `latest` says nothing of the other one.
+    // Either may be finished first, so that `latest` says nothing about the other one.
     let reported = || cluster.job.incidents().iter().filter(|one| one.path.join("report.html").exists()).count() == 2;
     wait_until(PATIENCE, "both incidents have their report", reported);
     let mut jobs: Vec<(String, usize)> = cluster
@@ -244,7 +244,7 @@ fn an_unresponsive_disk_does_not_block_the_cluster_collector() {
     cluster.wait_ranks("stuck_disk", 2);
     node.hooks[0].hang(1);
     let incident = cluster.wait_incident(1);
-    // Whoever opens it now waits for ever, as on a network file system whose server is gone.
+    // A process that opens it now waits forever, as on a network file system whose server is gone.
     let verdict = incident.path.join("verdict.json");
     fs::remove_file(&verdict).expect("it is there");
     nix::unistd::mkfifo(&verdict, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
@@ -362,21 +362,21 @@ fn a_job_wide_verdict_does_not_wait_for_the_timelines_of_a_slow_node() {
 
 const RANKS: i32 = 4;
 
-/// Two nodes, of which the second has a slow link and much to send; its part is being sent.
+/// Two nodes. The second has a slow link and much to send; its part is being sent.
 struct Scene {
     cluster: Cluster,
     nodes: Vec<Node>,
     _network: Network,
 }
 
-/// `None` when this machine cannot make it. `text` is what the second node says when it is sending.
+/// `None` when this machine cannot make it. The second node prints `text` when it is sending.
 fn sending(folder: &Path, text: &str) -> Option<Scene> {
     let network = Network::new(2)?;
     let cluster = network.cluster(folder);
     let mut nodes: Vec<Node> = (1..=2).map(|member| Node::on(network.job(&cluster, folder, member))).collect();
     for (index, node) in nodes.iter_mut().enumerate() {
-        // It stands in the evidence and in the file of each rank, and a hook may say no more in one
-        // message.
+        // The evidence and the file of each rank contain it, and it is the longest that a hook may
+        // send in one message.
         node.rank_name = (index == 1).then(|| "n".repeat(12_000));
         node.add_ranks("sends", index as i32 * RANKS, RANKS, 2 * RANKS as u32);
     }

@@ -102,7 +102,7 @@ fn mild_captures_become_incidents_when_the_job_dies_and_not_when_it_ends() {
             let promoted = job.promoted_captures();
             let reason = promoted[0].verdict["promoted"].as_str().expect("a reason");
             assert!(reason.contains("the job died later: rank") && reason.contains("SIGABRT"), "{reason}");
-            assert!(job.incidents().is_empty(), "the end of a whole job is none");
+            assert!(job.incidents().is_empty(), "the end of a whole job is not an incident");
         } else {
             wait_ranks(&job, "left", 2);
             // Two turns of the collector later.

@@ -1,7 +1,7 @@
 //! Inline hooks and the other tools that change code: uprobes and breakpoints, before and after;
-//! the level that replaces more; and the hook with Frida's engine. What is documented for a way
-//! that nothing reaches, for another namespace of the linker, and for systems where code cannot be
-//! replaced. Libraries of the makes that today's distributions have.
+//! the level that replaces more; and the hook with Frida's engine. The documented behaviour for a
+//! way that nothing reaches, for another namespace of the linker, and for systems where code cannot
+//! be replaced. Libraries of the makes that today's distributions have.
 //!
 //! Frida's engine links where a devkit is given, and replaces code through gum's calls. The devkit
 //! here is `tests/devkit/gum.c` with the header that the crate ships; Frida's own devkit is linked
@@ -71,7 +71,7 @@ impl Uprobe {
         mount_tracing();
         let name =
             format!("xpu_timer_{}_{}", std::process::id(), file.parent()?.file_name()?.to_str()?.replace('.', "_"));
-        // The text of these libraries lies in the file where it lies in memory.
+        // The text of these libraries has the same offset in the file and in memory.
         let line = format!("p:{name}/hit {}:{:#x}\n", file.display(), offset_of(file, function));
         append("uprobe_events", &line).ok()?;
         let probe = Uprobe(name);
@@ -170,7 +170,7 @@ fn every_call_counts_once_with_more_code_replaced() {
             let dir = TempDir::new().unwrap();
             let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(("CALLER_LIBRARY", library)), ..WAY };
             let (program, opened) = build(dir.path(), &way, layer);
-            // What the driver calls inside itself is not this layer's.
+            // The driver's internal calls do not belong to this layer.
             if layer.0 == "driver" && !library.is_empty() {
                 continue;
             }
@@ -256,7 +256,7 @@ fn the_hook_links_with_a_devkit_and_replaces_code_through_it() {
     let (program, opened) = build(dir.path(), &way, layer);
     let seen = |inline| counted(&run_under(&hook, dir.path(), &program, &opened, inline, |_| {}, |_| true), layer.0);
     assert_eq!(seen("auto"), CALLS);
-    assert_eq!(seen("off"), 0, "nothing but the engine sees these calls");
+    assert_eq!(seen("off"), 0, "only the engine sees these calls");
 }
 
 /// A run under the hook.
@@ -369,7 +369,7 @@ fn missed_libraries_under_a_debugger_are_reported() {
     let dir = TempDir::new().unwrap();
     let watches = dir.path().join("libwatches.so");
     gcc_part(&watches, "WATCHES", &["-shared", "-fPIC"].map(String::from));
-    // Of two that are preloaded the second is initialized first.
+    // If two libraries are preloaded, the second is initialized first.
     let both = PathBuf::from(format!("{}:{}", artifacts().hook().display(), watches.display()));
     assert_eq!(calls_through_bound_library(dir.path(), (NCCL, "cublasSgemm_v2"), &both, |program| program), 0);
 }

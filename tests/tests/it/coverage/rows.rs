@@ -1,6 +1,6 @@
-//! Every function of the hook's table is called once, on libraries that have nothing but these
-//! functions, and leaves in the record what `rows.txt` says. gloo's are methods of PyTorch, which
-//! its own tests call.
+//! Every function of the hook's table is called once, on libraries that have only these functions,
+//! and leaves in the record the entries of `rows.txt`. gloo's are methods of PyTorch, which its own
+//! tests call.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,7 +15,8 @@ use super::*;
 struct Row {
     names: Vec<String>,
     arguments: String,
-    /// What the record then has; what is only counted, such as a kernel, comes first.
+    /// The entries of the record after the call; entries that are only counted, such as a kernel,
+    /// come first.
     left: String,
 }
 
@@ -176,7 +177,7 @@ fn words(name: &str, operation: &Operation) -> String {
     words.join(" ")
 }
 
-/// What is only counted of a row: `kernel`, `copy H2D 4096`, `allocation 4096`.
+/// Whether an entry of a row is only counted: `kernel`, `copy H2D 4096`, `allocation 4096`.
 fn is_counted(word: &str) -> bool {
     ["kernel", "copy ", "allocation "].iter().any(|kind| word.starts_with(kind))
 }
@@ -272,10 +273,10 @@ fn every_function_records_what_its_line_lists() {
     }
 }
 
-/// Bytes that one rank's call of a function speaks of, which its own document says: the rows have
-/// 64 elements where a call says what it sends or reduces and 32 where it says what it receives, of
-/// two bytes in the libraries of devices and of four in MPI. `None` for what is no message or
-/// collective of one size.
+/// Bytes that one rank's call of a function names, by the library's own documentation: the rows
+/// have 64 elements where a call says what it sends or reduces and 32 where it says what it
+/// receives, of two bytes in the libraries of devices and of four in MPI. `None` for a call that is
+/// not a message or collective of one size.
 fn bytes_by_the_document(name: &str) -> Option<u64> {
     let mpi = name.trim_start_matches('P').strip_prefix("MPI_").or_else(|| name.strip_prefix("MPIX_"));
     let Some(mpi) = mpi else {
@@ -300,10 +301,10 @@ fn bytes_by_the_document(name: &str) -> Option<u64> {
     match stem.trim_start_matches(|letter| letter == 'i' && !is_other) {
         // MPI 4.1, chapter 6: `count` elements of the buffer.
         "bcast" | "reduce" | "allreduce" | "scan" | "exscan" => Some(256),
-        // What is sent to each rank, and what each rank sends to the root.
+        // The part sent to each rank, and the part that each rank sends to the root.
         "allgather" | "gather" | "alltoall" => Some(256),
-        // What each rank receives: `recvcount` in both, which is 32 for the one and 64 for the
-        // other.
+        // The part that each rank receives: `recvcount` in both, which is 32 for the one and 64 for
+        // the other.
         "scatter" => Some(128),
         "reduce_scatter_block" => Some(256),
         // Chapter 3. Partitioned, chapter 4: `count` elements in each of the two partitions.

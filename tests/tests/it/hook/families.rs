@@ -92,7 +92,7 @@ fn record(family: &Family, environment: &[(&str, &str)], settled: impl Fn(&Fligh
     record_of(family, "", environment, settled)
 }
 
-/// The same with `more` in its program.
+/// Runs a family's program, extended by `more`, under the hook.
 fn record_of(
     family: &Family,
     more: &str,

@@ -1,6 +1,6 @@
-//! What the hook must not do to its host: wake often, lose the last operations, report for another
-//! process, disturb thread cancellation and dlerror, or make a call that a program's own filter of
-//! system calls forbids.
+//! The limits of the hook in its host. It must not wake often, lose the last operations, report for
+//! another process, disturb thread cancellation and dlerror, or make a call that a program's own
+//! filter of system calls forbids.
 
 use std::{
     fs,

@@ -333,7 +333,7 @@ fn anchors_in_a_full_queue_delay_no_kernel_and_not_the_watcher() {
     });
     wait_until(PATIENCE, "their end", || all_ended(&guest.collector.ring(pid)));
     let output = guest.end();
-    // The same without the hook.
+    // The same program without the hook.
     let job = Job::new();
     fs::write(job.path("stop"), "").unwrap();
     let mut bare = job.bare(program(&job));

@@ -33,7 +33,7 @@ data = [
 
 
 class Manager:
-    """What the judge asks for its data."""
+    """The source of the judge's data."""
 
     def get_data(self, kind):
         return data if kind == DiagnosisDataType.XPU_TIMER_METRIC else []

@@ -40,7 +40,7 @@ pub fn browser() -> Option<Browser> {
     let there = || ["chromium", "chromedriver"].iter().all(|name| runs(name));
     if !there() {
         let install = "apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver";
-        // Whether that worked is seen by looking again.
+        // The next look shows whether that worked.
         let _ = Command::new("sh").args(["-c", install]).env("DEBIAN_FRONTEND", "noninteractive").output();
     }
     if !there() {
@@ -181,7 +181,7 @@ impl Browser {
         path
     }
 
-    /// What the page said on its console since the last call, failed requests and uncaught errors
+    /// Messages on the page's console since the last call, failed requests and uncaught errors
     /// included.
     pub fn complaints(&self) -> Vec<String> {
         let log = self.post("se/log", &json!({"type": "browser"}));

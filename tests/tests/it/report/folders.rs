@@ -38,7 +38,7 @@ fn native(frames: &[&str]) -> Vec<PstackFrame> {
 const MAIN: &[&str] = &["_start@python3.11", "__libc_start_main@libc.so.6", "Py_BytesMain@python3.11"];
 const EVAL: &str = "_PyEval_EvalFrameDefault@python3.11";
 
-/// What the main thread of a rank does. Stacks are root first.
+/// The stacks of the main thread of a rank, root first.
 struct Place {
     python: &'static [&'static str],
     /// Beneath the interpreter.

@@ -1,4 +1,4 @@
-"""What the tests of the simulated device run: `checks.py NAME` runs the function NAME, in one
+"""Checks of the simulated device: `checks.py NAME` runs the function NAME, in one
 process or as one of several ranks, and prints `ok` at its end. Everything goes through the public
 API of the libraries, without the hook.
 """
@@ -268,7 +268,7 @@ def proc_addresses():
     assert find(b"cuNothing") == (0, None, 1)
     assert cuda.driver.cuGetProcAddress(b"cuNothing", byref(c_void_p()), 13020, c_uint64(0)) == 500
 
-    # XPU_SIM_FAULT holds the first kernel for ever: the legacy stream is stuck, the thread's own
+    # XPU_SIM_FAULT holds the first kernel forever: the legacy stream is stuck, the thread's own
     # one is not.
     kernel = cuda.Kernel("any", 0)
     kernel.launch(None)
@@ -592,7 +592,7 @@ def mismatch_hangs():
 
 
 def shape_mismatch_of_the_program():
-    """The same without a fault: the program itself disagrees in operation, size, type and root."""
+    """No fault is injected: the program itself disagrees in operation, size, type and root."""
     for number, call in enumerate((
         lambda c, s: c.all_reduce(cuda.Buffer(8), s) if RANK else c.broadcast(cuda.Buffer(8), 0, s),
         lambda c, s: c.all_reduce(cuda.Buffer(8 + RANK), s),
@@ -856,7 +856,7 @@ def stay_away():
 
 
 def recent_functions():
-    """What NCCL has since 2.28: a configuration for each call, signals, windows, and a group
+    """Functions of NCCL since 2.28: a configuration for each call, signals, windows, and a group
     that is only tried out.
     """
     comm, stream = world()

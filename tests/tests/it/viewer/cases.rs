@@ -110,7 +110,7 @@ fn odd_names_of_ranks_worlds_and_folders() {
     let native = ["main@a.c:1;ncclKernel@libnccl.so", "main@a.c:1;x::y@b"];
     let python = ["<module>@t.py:1;f@/opt/torch/x.py:2", "<module>@t.py:1"];
     for names in [
-        // Of one rank several files, a rank beyond its world, a world of none, mixed worlds, more
+        // Several files of one rank, a rank beyond its world, a world of none, mixed worlds, more
         // ranks than five digits.
         &["00001-00002.stacktrace", "1-2.stacktrace", "0001-2.stacktrace"][..],
         &["00009-00004.stacktrace", "00000-00004.stacktrace"],

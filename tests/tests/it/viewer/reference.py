@@ -21,7 +21,7 @@ KNOWN = set(range(1, 12)) | set(range(100, 106))
 
 
 class NoDump(Exception):
-    """A file is no dump."""
+    """A file is not a dump."""
 
 
 def varint(data, at):
@@ -185,19 +185,19 @@ def hue(fill):
 
 
 def drawable(label, root):
-    """What XML and the drawing library cannot take stands in pictures for itself in another way."""
+    """Pictures replace characters that XML and the drawing library cannot represent."""
     label = label.replace("\ufffe", "\ufffd").replace("\uffff", "\ufffd")
     return label.lstrip("\u200b") if root else label
 
 
 def picture(path, folded, title):
-    """What is wrong with a picture: each frame has its label, its colour, and a width of one for
+    """Returns the errors of a picture: each frame has its label, its colour, and a width of one for
     each end.
     """
     root = ElementTree.parse(path).getroot()
     if root.get("width") != "1600":
         yield f"{path}: width {root.get('width')}"
-    # A picture of nothing says so in place of its title.
+    # An empty picture says so in place of its title.
     if folded and not any(node.text == title for node in root.iter(SVG + "text")):
         yield f"{path}: no title {title!r}"
     expected, inner = Counter(), Counter()

@@ -1,5 +1,5 @@
-// What all parts use: helpers, the unpacked data of the page, and the state of the view. Names are
-// untrusted: text is inserted into the page as text nodes only.
+// Code that all parts use: helpers, the unpacked data of the page, and the state of the view. Names
+// are untrusted: text is inserted into the page as text nodes only.
 
 /** Creates an element. `props` are attributes, `class`, `data-…`, or `onclick` and the like. */
 function el(tag, props, ...children) {

@@ -287,7 +287,7 @@ function threadBody({ thread, earlier }, two, open) {
     if (!moved) body.prepend(el("p", { class: "same" }, "The same stack in both samples."));
   } else {
     body.classList.add("one");
-    body.append(sampleBox(two ? "The same in both samples" : "Stack", thread ?? earlier, null, false));
+    body.append(sampleBox(two ? "The same stack in both samples" : "Stack", thread ?? earlier, null, false));
   }
   return body;
 }

@@ -1,5 +1,5 @@
-//! What a call on one descriptor waits for: a file, a pipe, an event, a message queue, or a lock on
-//! a file.
+//! The object that a call on one descriptor waits for: a file, a pipe, an event, a message queue,
+//! or a lock on a file.
 
 use std::fs;
 
@@ -16,7 +16,7 @@ use crate::kernel::open_files::{self, Descriptor};
 
 const EVENT: &str = "anon_inode:[eventfd]";
 
-/// What an operation on a descriptor waits for.
+/// The object that an operation on a descriptor waits for.
 pub(super) fn awaited(search: &Search<'_>, descriptor: Descriptor, operation: Operation) -> Option<Awaited> {
     let link = open_files::link_of(descriptor)?;
     if let Some(inode) = inode_of(&link, SOCKET) {

@@ -1,5 +1,5 @@
-//! What a thread waits for without a descriptor: in `futex`, a mutex with its owner, or a lock,
-//! semaphore or condition in memory that processes share; semaphores and message queues of
+//! The object that a thread waits for without a descriptor: in `futex`, a mutex with its owner, or
+//! a lock, semaphore or condition in memory that processes share; semaphores and message queues of
 //! System V, for which the kernel names the process that used each last; and memory that it may
 //! poll.
 
@@ -147,7 +147,7 @@ fn polled_objects(mappings: &[Mapping]) -> BTreeSet<SharedObject> {
     mappings.iter().filter(is_polled).map(Mapping::object).collect()
 }
 
-/// What `semop` waits for. The process that changed the semaphore last has taken it.
+/// The object that `semop` waits for. The process that changed the semaphore last has taken it.
 #[allow(unsafe_code)]
 pub(super) fn semaphore(search: &Search<'_>, set: u64, operations: u64) -> Option<Awaited> {
     let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/ipc")).ok();
@@ -163,8 +163,8 @@ pub(super) fn semaphore(search: &Search<'_>, set: u64, operations: u64) -> Optio
     Some(Awaited { kind: AwaitedKind::Semaphore.into(), name: String::new(), holders, object })
 }
 
-/// What `msgrcv` or `msgsnd` waits for: the process that sent to the queue last, or the one that
-/// received from it last.
+/// The object that `msgrcv` or `msgsnd` waits for. Its holder is the process that sent to the queue
+/// last, or the one that received from it last.
 pub(super) fn message_queue(search: &Search<'_>, id: u64, receives: bool) -> Option<Awaited> {
     // key msqid perms cbytes qnum lspid lrpid …
     let table = fs::read_to_string("/proc/sysvipc/msg").ok()?;

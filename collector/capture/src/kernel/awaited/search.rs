@@ -12,7 +12,7 @@ use crate::kernel::{Tables, tcp_sockets::Table};
 /// Maximum number of holders in a result.
 pub(super) const MAX_HOLDERS: usize = 8;
 
-/// What a call does with a descriptor.
+/// The operation of a call on a descriptor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Operation {
     Read,

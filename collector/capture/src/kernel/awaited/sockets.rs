@@ -20,7 +20,7 @@ use crate::{
 /// Number of sockets that the name of an expected reply contains.
 const MAX_PATHS: usize = 2;
 
-/// What a call on a connected or a listening socket waits for.
+/// The object that a call on a connected or a listening socket waits for.
 pub(super) fn peer(search: &Search<'_>, inode: u64, operation: Operation) -> Awaited {
     let tcp = search.tcp_sockets().and_then(|table| Some((table, table.socket(inode)?)));
     let Some((table, own)) = tcp else {
@@ -39,7 +39,8 @@ pub(super) fn peer(search: &Search<'_>, inode: u64, operation: Operation) -> Awa
     socket(own.remote.to_string(), owner.unwrap_or_else(waiting))
 }
 
-/// What a call waits for that connects a socket to the address at `address`, or sends to it.
+/// The object that a call waits for when it connects a socket to the address at `address`, or sends
+/// to it.
 pub(super) fn connection(search: &Search<'_>, address: u64, length: u64) -> Option<Awaited> {
     let length = usize::try_from(length).ok()?.min(size_of::<libc::sockaddr_un>());
     let bytes = memory::read_exact(search.pid, address, length).ok()?;
@@ -118,9 +119,9 @@ fn name(socket: &UnixSocket, search: &Search<'_>) -> String {
     of_peer.filter(|path| !path.is_empty()).unwrap_or_else(|| socket.path.clone())
 }
 
-/// What a process waits for that receives on an unconnected datagram socket and does not ask for
-/// the sender: it expects a reply. The kernel does not know from whom, so any relative counts that
-/// receives datagrams at a path too. `None` if there is none.
+/// The object that a process waits for when it receives on an unconnected datagram socket and does
+/// not ask for the sender: a reply. The kernel does not know the sender, so every relative counts
+/// that also receives datagrams at a path. `None` if there is none.
 fn reply(search: &Search<'_>, inode: u64) -> Option<Awaited> {
     let family: Vec<i32> = search.family().collect();
     let is_other = |(receiver, _): &(u64, String)| *receiver != inode;
