@@ -5,7 +5,7 @@ rank is missing.
 
 Faults, on --fault-rank: it stays away from the collective of that name; `recv`: it never sends what
 the rank before it receives; `recv_any`: as `recv`, without a name; `send`: it never receives a
-large message; `group`: it stays away from an all_reduce of its half of the job; `init`: it never joins
+large message; `group`: it skips an all_reduce of its half of the job; `init`: it never joins
 (rank 0 would be the host of the store); `new_group`: it stays away from the making of another
 group; `store`: it never sets the key that the others wait for; `store_barrier`: it never sets its
 own key, and the others wait for the keys of all ranks; `store_step`: it waits for the key of

@@ -501,7 +501,7 @@ def grpc():
 
 
 def train_from_server(serve, client):
-    """Starts a server and three ranks, which train on gloo. The server never answers one request."""
+    """Starts a server and three ranks, which train on gloo. In a hang, it never answers a request."""
     import multiprocessing
     import subprocess
     import torch
@@ -524,6 +524,7 @@ def train_from_server(serve, client):
     for step in range(STEPS):
         time.sleep(0.9)
         dist.all_reduce(torch.tensor(fetch(step, dist.get_rank())))
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -391,6 +391,22 @@ fn a_silent_rank_that_waits_for_a_process_of_its_own_hangs_if_that_can_never_ans
 }
 
 #[test]
+fn the_threads_of_zeromq_serve_nobody_while_no_thread_waits_for_a_message() {
+    let mut serves = reads_of(Stack::lock(), false);
+    reader_thread(&mut serves, 0, AwaitedKind::Several, "anybody who connects to batches", &[1000]);
+    assert_eq!(hang(&serves), HangEvidence::None);
+    let dump = serves.evidence.processes[0].dump.as_mut().expect("a dump");
+    dump.stacktrace.last_mut().expect("the reader").thread_name = "ZMQbg/IO/0".into();
+    assert_eq!(named(&serves), (Cause::HostLock, HangEvidence::WaitChain, vec![1050]));
+    // Another thread receives.
+    let mut receiver = native_thread(77, &["poll", "zmq_msg_recv"], "S (sleeping)", "", Some(7), 9);
+    receiver.frames[1].module = "/opt/venv/lib/python3.11/site-packages/pyzmq.libs/libzmq-9a1b.so.5.2.5".into();
+    let dump = serves.evidence.processes[0].dump.as_mut().expect("a dump");
+    dump.stacktrace.push(receiver);
+    assert_eq!(hang(&serves), HangEvidence::None);
+}
+
+#[test]
 fn two_processes_that_both_send_are_not_at_rest() {
     let is_idle = |native: &str, is_parent: bool| native == "recv" && is_parent;
     for (native, is_parent) in [("recv", true), ("recv", false), ("write", true)] {
@@ -633,8 +649,8 @@ fn a_collective_that_a_peer_has_just_completed_is_not_overdue() {
     assert_eq!(since_completed(SECOND / 10, Op::Broadcast), HangEvidence::PendingOperation, "a root completes early");
 }
 
-/// The verdict on an idle server with two workers, each of which waits for its next batch at one end
-/// of a socket. The other end of rank 0 was found in these samples.
+/// The verdict on an idle server with two workers, each of which waits for its next batch at one
+/// end of a socket. The other end of rank 0 was found in these samples.
 fn idle_workers(found: [bool; 2]) -> Verdict {
     let mut job = Job::with_world(2, 30);
     job.trigger(TriggerKind::Idle);

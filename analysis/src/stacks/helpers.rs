@@ -134,12 +134,14 @@ pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<S
         let tasks = thread.suspended.iter().filter(|task| !is_own && [FUTURE, WAKEUP].contains(&&*task.awaits));
         let task = tasks.map(|task| &task.frames).find(|frames| has_own(frames));
         let place = own_frame(task.unwrap_or(&thread.frames)).map(frame_label)?;
-        Some((order, format!("thread {} {does} at {place}", thread.thread_name)))
+        // A thread of a library that serves the process waits for the network all the time.
+        let of_library = !is_own && task.is_none();
+        Some(((of_library, order), format!("thread {} {does} at {place}", thread.thread_name)))
     };
     let others = last.python.iter().filter(|thread| thread.os_thread_id != 0 && thread.os_thread_id != main);
     // A thread in a queue waits for its tasks.
     let known = others.filter(|thread| !in_queue(&thread.frames)).filter_map(python);
-    let named = known.min_by_key(|(order, _)| *order).map(|(_, text)| text).or_else(|| {
+    let named = known.min_by_key(|(rank, _)| *rank).map(|(_, text)| text).or_else(|| {
         let natives = last.native.iter().filter(|thread| thread.pid != main);
         natives.into_iter().find_map(|thread| {
             let mut frames = thread.frames.iter().map(|frame| plain(&frame.func_name));

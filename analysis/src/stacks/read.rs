@@ -81,8 +81,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
     let work =
         if may_wait_for_helpers(observed.activity) { helpers::work(dump, pid, main) } else { Default::default() };
-    let stuck = main.1.filter(|_| observed.witness == TASK_LOCK).and_then(stuck_task);
-    let stuck = stuck.map(|task| PySpyStacktrace { frames: task.frames.clone(), ..Default::default() });
+    let stuck = main.1.filter(|_| observed.witness == TASK_LOCK).and_then(stuck_task_stack);
     let flows = before.is_some_and(|before| serves_socket(before, main));
     // A loop whose tasks wait for each other serves nobody, whatever it polls.
     let awaited = main.0.and_then(|main| main.awaited.clone()).filter(|_| stuck.is_none());
@@ -121,6 +120,12 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         observed,
     };
     Host { rests: rests(&host, dump, main.1), ..host }
+}
+
+/// The task that holds up an event loop, as the stack of its thread.
+fn stuck_task_stack(python: &PySpyStacktrace) -> Option<PySpyStacktrace> {
+    let task = stuck_task(python)?;
+    Some(PySpyStacktrace { frames: task.frames.clone(), ..Default::default() })
 }
 
 /// Whether a process serves others or works on their tasks, and waits for the next request or task:
@@ -241,8 +246,8 @@ fn is_filled_from_peers(sample: Sample<'_>, witness: &str, (_, main): ThreadStac
     sample.python.iter().filter(|thread| thread.os_thread_id != main.os_thread_id).any(waits_for_peers)
 }
 
-/// The dump, in which each wait has the holders that either of its samples shows. On a busy machine,
-/// a capture may find the processes at the other end in time in only one of the samples.
+/// The dump, in which each wait has the holders that either of its samples shows. On a busy
+/// machine, a capture may find the processes at the other end in time in only one of the samples.
 fn with_holders_of_both_samples(dump: &Stacktrace) -> Cow<'_, Stacktrace> {
     let mut completed = Cow::Borrowed(dump);
     for after in 0..dump.stacktrace.len() {
@@ -288,9 +293,12 @@ fn waits_of_threads(
     let program = program(sample.native);
     let runs_program =
         |thread: &PstackStacktrace| program.is_some_and(|program| own_native_place(&thread.frames, program).is_some());
+    let awaits_message =
+        sample.native.iter().any(|thread| !passes_messages(thread) && is_in(thread, patterns::MESSAGE_LIBRARIES));
+    let is_idle = |thread: &PstackStacktrace| is_of_runtime(thread) || passes_messages(thread) && !awaits_message;
     let mut waits = Vec::new();
     let mut timed = native.and_then(|thread| thread.timed);
-    for thread in sample.native.iter().filter(|thread| Some(thread.pid) != main && !is_of_runtime(thread)) {
+    for thread in sample.native.iter().filter(|thread| Some(thread.pid) != main && !is_idle(thread)) {
         let own = if sample.python.is_empty() { runs_program(thread) } else { runs_own_code(thread.pid) };
         if own {
             timed = timed.zip(thread.timed).map(|(one, other)| one || other);
@@ -358,9 +366,19 @@ fn lost_request(samples: [Sample<'_>; 2], (_, main): ThreadStacks<'_>) -> Option
 /// Whether a thread belongs to a device runtime or a library of collectives, or to the hook. Such
 /// threads wait for other ranks and for drivers all the time.
 fn is_of_runtime(thread: &PstackStacktrace) -> bool {
-    let of_runtime =
-        |frame: &PstackFrame| patterns::RUNTIME_LIBRARIES.iter().any(|name| base_name(&frame.module).starts_with(name));
-    thread.frames.iter().any(of_runtime)
+    is_in(thread, patterns::RUNTIME_LIBRARIES)
+}
+
+/// Whether a thread belongs to ZeroMQ. It waits for all sockets, and passes messages on to the
+/// threads of the program, so it matters only while one of these waits for a message.
+fn passes_messages(thread: &PstackStacktrace) -> bool {
+    thread.thread_name.starts_with(patterns::MESSAGE_THREADS)
+}
+
+/// Whether a thread is in a library whose file name begins with one of these names.
+fn is_in(thread: &PstackStacktrace, libraries: &[&str]) -> bool {
+    let is_one = |frame: &PstackFrame| libraries.iter().any(|name| base_name(&frame.module).starts_with(name));
+    thread.frames.iter().any(is_one)
 }
 
 /// The TCP connections to other machines in the last sample that has any.

@@ -231,25 +231,7 @@ fn end(mut ranks: Process) -> Result<Output> {
 fn passed(job: &Job, ranks: Process, incident: &Incident) -> Result<()> {
     let output = end(ranks)?;
     ensure!(output.code() == 0, "the job ended with {}; {}", output.code(), tail(&output.stderr));
-    resolved(job, incident)
-}
-
-/// Waits until an incident is resolved, if it is not a mild capture.
-pub fn resolved(job: &Job, incident: &Incident) -> Result<()> {
-    if incident.verdict["status"] == "mild" {
-        return Ok(());
-    }
-    // The collector waits a quiet second before it considers a hang resolved.
-    let start = Instant::now();
-    let status = || {
-        let found = job.incidents().into_iter().find(|found| found.path == incident.path);
-        found.and_then(|found| found.verdict["status"].as_str().map(str::to_owned)).unwrap_or_default()
-    };
-    while status() != "resolved" {
-        ensure!(start.elapsed() < Duration::from_secs(20), "its incident is not resolved but {}", status());
-        std::thread::sleep(Duration::from_millis(50));
-    }
-    Ok(())
+    scenario::resolved(job, incident)
 }
 
 /// Waits until ranks are reported as slow, or, if none should be, until they have been compared

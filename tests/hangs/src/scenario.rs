@@ -4,11 +4,12 @@
 use std::{
     fmt, fs,
     path::{Path, PathBuf},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use xpu_timer_proto::{lenient, server::Stacktrace, v1::Evidence};
+use xpu_timer_tests::{Incident, Job};
 
 use crate::program::{Need, Program};
 
@@ -220,6 +221,24 @@ pub fn evidence(folder: &Path) -> Result<Evidence> {
         }
     }
     Ok(evidence)
+}
+
+/// Waits until an incident is resolved, if it is not a mild capture.
+pub fn resolved(job: &Job, incident: &Incident) -> Result<()> {
+    if incident.verdict["status"] == "mild" {
+        return Ok(());
+    }
+    // The collector waits a quiet second before it considers a hang resolved.
+    let start = Instant::now();
+    let status = || {
+        let found = job.incidents().into_iter().find(|found| found.path == incident.path);
+        found.and_then(|found| found.verdict["status"].as_str().map(str::to_owned)).unwrap_or_default()
+    };
+    while status() != "resolved" {
+        ensure!(start.elapsed() < Duration::from_secs(20), "its incident is not resolved but {}", status());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
 }
 
 #[cfg(test)]

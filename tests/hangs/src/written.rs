@@ -17,8 +17,7 @@ use xpu_timer_tests::{Incident, Job, Process, artifacts, http, tree};
 
 use crate::{
     program::{Program, tail},
-    run,
-    scenario::{Expected, Scenario, Truth, job},
+    scenario::{Expected, Scenario, Truth, job, resolved},
     score::Reported,
 };
 
@@ -122,7 +121,7 @@ pub fn watch(job: &Job, ranks: &mut Process, expected: Expected, truth: &Path) -
             until(ranks, time, || Ok(()))?;
             let written = read(truth, ranks)?;
             let found = [job.finished_incidents(), job.mild_captures()].concat();
-            found.iter().try_for_each(|incident| run::resolved(job, incident))?;
+            found.iter().try_for_each(|incident| resolved(job, incident))?;
             let reported = named(&found, &written.culprits)?;
             let (causes, culprits) = (names(&written.causes), written.culprits);
             Ok((Truth::Passes { causes, culprits, stands_still: false }, reported))
@@ -200,8 +199,8 @@ fn quiet(job: &Job, ranks: &mut Process, time: Duration) -> Result<()> {
     })
 }
 
-/// Waits until the time of a program is over, or until it ends without an error. Calls `check` again
-/// and again.
+/// Waits until the time of a program is over, or until it ends without an error. Meanwhile calls
+/// `check` again and again.
 fn until(ranks: &mut Process, time: Duration, check: impl Fn() -> Result<()>) -> Result<()> {
     let start = Instant::now();
     while start.elapsed() < time {

@@ -288,8 +288,8 @@ impl StackReader {
         if can_skip && all_known && self.partial_samples < MAX_PARTIAL_SAMPLES { Scope::Holders } else { Scope::All }
     }
 
-    /// Like [`Self::copy`], and takes the use of each GIL from the copy. Returns also whether one has
-    /// changed.
+    /// Like [`Self::copy`], and takes the use of each GIL from the copy. Also returns whether one
+    /// has changed.
     fn copy_with_gil_use(&mut self, scope: Scope) -> Result<(usize, bool), Error> {
         let copied = self.copy(scope)?;
         let (start, length) = gil_range(&self.layout);
