@@ -1550,6 +1550,12 @@ fn a_lock_is_named_with_its_holder_or_what_other_threads_do() {
     job.thread(2, native, Some(python_thread(5003, "executor_0", &nested)));
     let other = "while its thread executor_0 waits for a lock at tokenize (tokens.py:7)";
     assert!(job.judge().sentence.contains(other), "{}", job.judge().sentence);
+    // A thread that runs no code of the program waits for the network all the time.
+    let mut served = job.clone();
+    let serves = [("_serve", "/opt/venv/lib/python3.11/site-packages/grpc/_server.py:1314".to_owned())];
+    let native = native_thread(5001, &["epoll_wait"], "S (sleeping)", "", None, 9);
+    served.thread(2, native, Some(python_thread(5001, "Thread-1 (_serve)", &serves)));
+    assert!(served.judge().sentence.contains(other), "{}", served.judge().sentence);
     let native = native_thread(5002, &["recv", "sock_recv"], "S (sleeping)", "", None, 9);
     job.thread(2, native, Some(python_thread(5002, "uploader", &frames)));
     let verdict = job.judge();
