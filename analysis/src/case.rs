@@ -257,9 +257,9 @@ impl<'a> Case<'a> {
 
     /// The longest time for which an operation of a rank has kept it waiting, in nanoseconds.
     ///
-    /// A peer that has completed a collective shows when the last member entered it. Since then, the
-    /// rank waits for the transfer only, and its record may lag behind that of the peer: a watcher
-    /// notes ten times a second what has completed.
+    /// A peer that has completed a collective shows when the last member entered it. Since then,
+    /// the rank waits only for the transfer, and its record may lag behind that of the peer: a
+    /// watcher writes ten times a second which operations have completed.
     pub(crate) fn longest_wait_ns(&self, rank_index: usize) -> u64 {
         let view = self.view(rank_index);
         let since_entered = |operation: &Operation| view.age_ns(operation.entered_ns);
@@ -270,7 +270,7 @@ impl<'a> Case<'a> {
         view.pending().map(wait_ns).max().unwrap_or(0)
     }
 
-    /// For how long a peer has completed a collective that no rank can complete before all have
+    /// Nanoseconds since a peer completed a collective, if no rank completes it before all have
     /// entered it. `None` if no record shows that.
     fn since_released_ns(&self, operation: &Operation) -> Option<u64> {
         let comm = self.comms.iter().find(|comm| comm.id == operation.communicator)?;

@@ -501,7 +501,7 @@ def grpc():
 
 
 def train_from_server(serve, client):
-    """Starts a server and three ranks, which train on gloo. In a hang, it never answers a request."""
+    """Starts a server and three ranks. In a hang, the server never answers one request."""
     import multiprocessing
     import subprocess
     import torch

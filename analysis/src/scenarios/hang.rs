@@ -631,7 +631,7 @@ fn a_worker_that_died_with_a_lock_or_is_locked_in_holds_up_its_rank() {
 
 #[test]
 fn a_collective_that_a_peer_has_just_completed_is_not_overdue() {
-    // All ranks have entered all_reduce 31, rank 2 after the timeout. The record of rank 3 is older.
+    // All ranks have entered operation 31. Only the record of rank 3 does not show its end yet.
     let since_completed = |age_ns: u64, op: Op| {
         let mut job = Job::with_world(4, 30);
         for rank in 0..3 {
