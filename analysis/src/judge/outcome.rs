@@ -384,10 +384,7 @@ fn operation_is_overdue(judged: &Judged<'_, '_>) -> bool {
     let case = judged.case;
     let is_explained = judged.outcome.cause != Cause::Unknown || !nothing_pending(case);
     let timeout_ns = case.evidence.hang_timeout_ns.max(1);
-    let is_overdue = |rank_index: usize| {
-        let view = case.view(rank_index);
-        !view.dead() && view.oldest_pending_ns() >= timeout_ns && case.longest_wait_ns(rank_index) >= timeout_ns
-    };
+    let is_overdue = |rank_index| !case.view(rank_index).dead() && case.has_overdue_operation(rank_index, timeout_ns);
     is_explained && (0..case.world.views.len()).any(is_overdue)
 }
 

@@ -260,8 +260,9 @@ pub(super) const READERS: &[&str] = &["arrow::", "parquet::", "Aws::", "google::
 /// Parts of such functions in which a thread waits for work.
 pub(super) const IDLE_WORKERS: &[&str] = &["ThreadPool", "WorkerLoop", "PooledThreadExecutor"];
 
-/// Beginning of the names of ZeroMQ's threads, and of the files that contain ZeroMQ.
+/// Beginning of the names of ZeroMQ's threads.
 pub(super) const MESSAGE_THREADS: &str = "ZMQbg/";
+/// Beginnings of the names of the files that contain ZeroMQ.
 pub(super) const MESSAGE_LIBRARIES: &[&str] = &["libzmq", "_zmq."];
 
 /// Functions of a data loader, in any file.

@@ -250,17 +250,15 @@ fn is_filled_from_peers(sample: Sample<'_>, witness: &str, (_, main): ThreadStac
 /// machine, a capture may find the processes at the other end in time in only one of the samples.
 fn with_holders_of_both_samples(dump: &Stacktrace) -> Cow<'_, Stacktrace> {
     let mut completed = Cow::Borrowed(dump);
-    for after in 0..dump.stacktrace.len() {
-        let thread = &dump.stacktrace[after];
-        let first = dump.first_sample.as_ref().map_or(&[][..], |first| &first.stacktrace);
-        let Some(before) = first.iter().position(|before| before.pid == thread.pid) else { continue };
-        if let Some(awaited) = known_holders(thread, &first[before]) {
-            completed.to_mut().stacktrace[after].awaited = Some(awaited.clone());
-        } else if let Some(awaited) = known_holders(&first[before], thread) {
-            let awaited = awaited.clone();
-            if let Some(first) = &mut completed.to_mut().first_sample {
-                first.stacktrace[before].awaited = Some(awaited);
-            }
+    let Some(first) = &dump.first_sample else { return completed };
+    for (after, thread) in dump.stacktrace.iter().enumerate() {
+        let Some(before) = first.stacktrace.iter().position(|before| before.pid == thread.pid) else { continue };
+        if let Some(known) = known_holders(thread, &first.stacktrace[before]) {
+            completed.to_mut().stacktrace[after].awaited = Some(known.clone());
+        } else if let Some(known) = known_holders(&first.stacktrace[before], thread)
+            && let Some(first) = &mut completed.to_mut().first_sample
+        {
+            first.stacktrace[before].awaited = Some(known.clone());
         }
     }
     completed
@@ -295,10 +293,10 @@ fn waits_of_threads(
         |thread: &PstackStacktrace| program.is_some_and(|program| own_native_place(&thread.frames, program).is_some());
     let awaits_message =
         sample.native.iter().any(|thread| !passes_messages(thread) && is_in(thread, patterns::MESSAGE_LIBRARIES));
-    let is_idle = |thread: &PstackStacktrace| is_of_runtime(thread) || passes_messages(thread) && !awaits_message;
+    let is_ignored = |thread: &PstackStacktrace| is_of_runtime(thread) || passes_messages(thread) && !awaits_message;
     let mut waits = Vec::new();
     let mut timed = native.and_then(|thread| thread.timed);
-    for thread in sample.native.iter().filter(|thread| Some(thread.pid) != main && !is_idle(thread)) {
+    for thread in sample.native.iter().filter(|thread| Some(thread.pid) != main && !is_ignored(thread)) {
         let own = if sample.python.is_empty() { runs_program(thread) } else { runs_own_code(thread.pid) };
         if own {
             timed = timed.zip(thread.timed).map(|(one, other)| one || other);
