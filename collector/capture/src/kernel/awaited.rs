@@ -10,6 +10,7 @@ mod sockets;
 
 use std::{
     collections::{BTreeSet, HashMap},
+    fs,
     time::{Duration, Instant},
 };
 
@@ -162,8 +163,8 @@ fn has_timeout(number: i64, arguments: &[u64; 6]) -> bool {
 fn awaited(search: &Search<'_>, number: i64, arguments: &[u64; 6]) -> Option<Awaited> {
     let pid = search.pid;
     match number {
-        libc::SYS_open => opened(pid, arguments[0]),
-        libc::SYS_openat => opened(pid, arguments[1]),
+        libc::SYS_open => opened(pid, libc::AT_FDCWD, arguments[0]),
+        libc::SYS_openat => opened(pid, arguments[0] as i32, arguments[1]),
         libc::SYS_connect => sockets::connection(search, arguments[1], arguments[2]),
         libc::SYS_sendto if arguments[4] != 0 => sockets::connection(search, arguments[4], arguments[5]),
         libc::SYS_futex => locks::futex(search, arguments[0], arguments[1]),
@@ -185,8 +186,8 @@ fn awaited(search: &Search<'_>, number: i64, arguments: &[u64; 6]) -> Option<Awa
 }
 
 /// The file that a call opens whose path is at `address`: a named pipe without its other end, or a
-/// file on a file system that does not answer.
-fn opened(pid: i32, address: u64) -> Option<Awaited> {
+/// file on a file system that does not answer. A relative path begins at the folder `from`.
+fn opened(pid: i32, from: i32, address: u64) -> Option<Awaited> {
     const PAGE: u64 = 4096;
     let in_page = PAGE - address % PAGE;
     let mut bytes = memory::read_exact(pid, address, in_page as usize).ok()?;
@@ -195,7 +196,14 @@ fn opened(pid: i32, address: u64) -> Option<Awaited> {
     }
     let path = bytes.split(|byte| *byte == 0).next()?;
     let name = String::from_utf8_lossy(path).into_owned();
-    (!name.is_empty()).then(|| Awaited { kind: AwaitedKind::File.into(), name, ..Awaited::default() })
+    if name.is_empty() {
+        return None;
+    }
+    // The kernel knows the path of a folder, so reading the link involves no file system.
+    let link = if from == libc::AT_FDCWD { format!("/proc/{pid}/cwd") } else { format!("/proc/{pid}/fd/{from}") };
+    let folder = if name.starts_with('/') { None } else { fs::read_link(link).ok() };
+    let name = folder.map_or(name.clone(), |folder| folder.join(&name).to_string_lossy().into_owned());
+    Some(Awaited { kind: AwaitedKind::File.into(), name, ..Awaited::default() })
 }
 
 fn operation_of(number: i64, arguments: &[u64; 6]) -> Option<Operation> {
