@@ -196,14 +196,19 @@ fn opened(pid: i32, from: i32, address: u64) -> Option<Awaited> {
     }
     let path = bytes.split(|byte| *byte == 0).next()?;
     let name = String::from_utf8_lossy(path).into_owned();
-    if name.is_empty() {
-        return None;
-    }
-    // The kernel knows the path of a folder, so reading the link involves no file system.
-    let link = if from == libc::AT_FDCWD { format!("/proc/{pid}/cwd") } else { format!("/proc/{pid}/fd/{from}") };
-    let folder = if name.starts_with('/') { None } else { fs::read_link(link).ok() };
-    let name = folder.map_or(name.clone(), |folder| folder.join(&name).to_string_lossy().into_owned());
+    let name = (!name.is_empty()).then(|| absolute(pid, from, name))?;
     Some(Awaited { kind: AwaitedKind::File.into(), name, ..Awaited::default() })
+}
+
+/// A path as a process passes it to the kernel, which begins at the folder `from` if it is relative.
+/// It stays as it is if the folder is not known.
+fn absolute(pid: i32, from: i32, path: String) -> String {
+    if path.starts_with('/') {
+        return path;
+    }
+    let link = if from == libc::AT_FDCWD { format!("/proc/{pid}/cwd") } else { format!("/proc/{pid}/fd/{from}") };
+    // The kernel knows the path of a folder, so reading the link involves no file system.
+    fs::read_link(link).map_or(path.clone(), |folder| folder.join(path).to_string_lossy().into_owned())
 }
 
 fn operation_of(number: i64, arguments: &[u64; 6]) -> Option<Operation> {
@@ -437,6 +442,22 @@ mod tests {
         let found = awaited(move || drop(fs::File::open(opens)));
         fs::OpenOptions::new().write(true).open(&path).expect("the thread reads");
         assert_eq!((found.kind(), found.name), (AwaitedKind::File, path.display().to_string()));
+    }
+
+    #[test]
+    fn relative_path_of_an_open_begins_at_its_folder() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("commands");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("a named pipe");
+        let opened = fs::File::open(folder.path()).expect("the folder");
+        let read = nix::fcntl::OFlag::O_RDONLY;
+        let found =
+            awaited(move || drop(nix::fcntl::openat(opened, "commands", read, nix::sys::stat::Mode::empty())));
+        fs::OpenOptions::new().write(true).open(&path).expect("the thread reads");
+        assert_eq!((found.kind(), found.name), (AwaitedKind::File, path.display().to_string()));
+        let own = std::env::current_dir().expect("a folder").join("commands").display().to_string();
+        assert_eq!(absolute(own_pid(), libc::AT_FDCWD, "commands".to_owned()), own);
+        assert_eq!(absolute(own_pid(), i32::MAX, "commands".to_owned()), "commands", "no such folder");
     }
 
     #[test]

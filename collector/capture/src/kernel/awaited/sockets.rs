@@ -11,7 +11,10 @@ use xpu_timer_proto::{
     server::{Awaited, AwaitedKind, Holder},
 };
 
-use super::search::{Operation, Search};
+use super::{
+    absolute,
+    search::{Operation, Search},
+};
 use crate::{
     kernel::sock_diag::{self, UnixSocket},
     memory,
@@ -48,8 +51,11 @@ pub(super) fn connection(search: &Search<'_>, address: u64, length: u64) -> Opti
     if family == libc::AF_UNIX {
         let path: Vec<u8> = bytes[2..].iter().copied().take_while(|byte| *byte != 0).collect();
         let path = String::from_utf8_lossy(&path).into_owned();
-        let holders = unix_receiver(search, &path).map_or_else(Vec::new, |inode| owners(search, inode));
-        return Some(socket(path, holders));
+        // The kernel lists the path that the receiver gave, which may be relative as well.
+        let receiver = unix_receiver(search, &path);
+        let path = if path.is_empty() { path } else { absolute(search.pid, libc::AT_FDCWD, path) };
+        let receiver = receiver.or_else(|| unix_receiver(search, &path));
+        return Some(socket(path, receiver.map_or_else(Vec::new, |inode| owners(search, inode))));
     }
     let remote = ip_address(family, &bytes)?;
     Some(socket(remote.to_string(), listeners(search, remote)))
