@@ -53,6 +53,10 @@ const CAPTURE_DEADLINE: Duration = Duration::from_millis(1200);
 /// The first sample finds all caches cold (a libtorch has half a gigabyte), so it may use the time
 /// up to the second one.
 const LONGEST_CAPTURE: Duration = Duration::from_secs(5);
+/// The time from the stacks to the reading of the flight records. A watcher writes ten times a
+/// second which operations have completed. So an operation that its record shows as pending was
+/// pending when the stacks were captured.
+const RECORD_LAG: Duration = Duration::from_millis(150);
 /// Time limit to find the processes with connections to other machines.
 const CONNECTIONS_DEADLINE: Duration = Duration::from_millis(200);
 /// The time from the trigger to the finished folder, beyond the sample interval.
@@ -95,8 +99,14 @@ fn work(mut task: DumpTask, captures: &Captures, shutdown: &ShutdownFlag) -> (Ou
     shutdown.wait_until(begun + task.plan.sample_interval);
     let second = Instant::now();
     sample(&mut task, captures, 1, CAPTURE_DEADLINE, &mut taken);
+    let captured = Instant::now();
     related.sample(1, captures, &taken, &[], CAPTURE_DEADLINE);
     info!("incident {}: the second sample took {:.0?}", task.plan.head.id, second.elapsed());
+    shutdown.wait_until(captured + RECORD_LAG);
+    for subject in &mut task.subjects {
+        subject.read_ring(taken.entry(subject.rank).or_default());
+        subject.refresh();
+    }
 
     let mut evidence = evidence(&task, taken, related);
     for rank in &mut evidence.ranks {
@@ -163,17 +173,11 @@ fn sample(
         task.subjects.iter().filter_map(|subject| Some((subject.pid()?, subject.rank))).collect();
     let asked: Vec<i32> = pids.keys().copied().collect();
     let result = captures.capture(&asked, Scope::WithChildren, deadline);
-    for subject in &task.subjects {
-        let taken = taken.entry(subject.rank).or_default();
-        // The flight record is read with the second sample.
-        if which == 1 {
-            subject.read_ring(taken);
-        }
-    }
     match result {
         Ok(processes) => {
             for process in processes {
-                let Some(taken) = pids.get(&process.pid).and_then(|rank| taken.get_mut(rank)) else { continue };
+                let Some(rank) = pids.get(&process.pid) else { continue };
+                let taken = taken.entry(*rank).or_default();
                 if has_stacks(&process.sample) {
                     taken.samples[which] = Some(process);
                 } else {

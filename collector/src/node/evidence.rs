@@ -49,7 +49,7 @@ pub(super) struct Subject {
 pub(super) struct RankCapture {
     /// First and second sample, each with the child processes.
     pub samples: [Option<ProcessCapture>; 2],
-    /// Flight record, read with the second sample.
+    /// Flight record, read after the second sample.
     pub flight: Option<FlightRecord>,
     /// The parts that could not be captured, and why.
     pub errors: Vec<String>,

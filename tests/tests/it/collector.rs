@@ -14,7 +14,7 @@ use std::{
 };
 
 use fake::{FakeHook, collector, encode, metrics, socket_of};
-use nix::sys::signal::Signal;
+use nix::{sys::signal::Signal, time::ClockId};
 use serde_json::{Value, json};
 use xpu_timer_proto::{
     Message as _, PROTOCOL_VERSION, ring,
@@ -50,6 +50,12 @@ fn dump(incident: &Incident, rank: u32, world: u32) -> Stacktrace {
     let path = incident.path.join(format!("{rank:05}-{world:05}.stacktrace"));
     let bytes = fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     Stacktrace::decode(&bytes[..]).expect("a .stacktrace is a Stacktrace")
+}
+
+/// A time of CLOCK_MONOTONIC as nanoseconds since the Unix epoch.
+fn unix_ns(monotonic_ns: u64) -> u64 {
+    let now = |clock: ClockId| Duration::from(clock.now().expect("the clock")).as_nanos() as u64;
+    now(ClockId::CLOCK_REALTIME) - now(ClockId::CLOCK_MONOTONIC) + monotonic_ns
 }
 
 fn hooks(job: &Job, name: &str, ranks: i32) -> Vec<FakeHook> {
@@ -90,7 +96,11 @@ fn a_hang_is_dumped_judged_and_resolved_and_the_next_is_a_new_incident() {
         assert!(!dump.stacktrace.is_empty() && dump.process_state.starts_with(['S', 'R']), "rank {rank}");
         let (sample, last) = (dump.first_sample.expect("first sample"), dump.last_sample.expect("last sample"));
         assert!(sample.captured_unix_ns < last.captured_unix_ns);
-        let flight = dump.flight_record.map(|flight| flight.operations.len());
+        // An operation is recorded as completed up to 0.1 s late.
+        let record = dump.flight_record.as_ref();
+        let delay = record.map(|flight| unix_ns(flight.read_ns).saturating_sub(last.captured_unix_ns));
+        assert!(delay.is_none_or(|delay| delay > 100_000_000), "rank {rank}: {delay:?}");
+        let flight = record.map(|flight| flight.operations.len());
         assert_eq!(flight, [Some(1), Some(1), Some(0), None][rank as usize], "rank {rank}");
     }
     let all = evidence(&first);
