@@ -153,7 +153,7 @@ const FRAMEWORKS: [Framework; 14] = [
         torch: Torch::Other,
         launcher: Launcher::Python,
         variables: &[("VLLM_CPU_OMP_THREADS_BIND", "0|1"), ("VLLM_CPU_KVCACHE_SPACE", "1")],
-        hang: Hang::NoIncident,
+        hang: Hang::Verdict(STUCK),
     },
     Framework {
         name: "jax",

@@ -147,7 +147,7 @@ pub(crate) fn other_thread(dump: &Stacktrace, training: Option<u32>) -> Option<S
             let mut frames = thread.frames.iter().map(|frame| plain(&frame.func_name));
             let reader = frames.find(|function| patterns::READERS.iter().any(|start| function.starts_with(start)))?;
             let idle = patterns::IDLE_WORKERS.iter().any(|part| reader.contains(part));
-            let name = reader.split(['(', '<']).next().unwrap_or(reader);
+            let name = reader.split(['(', '<']).next().unwrap_or(&reader);
             (!idle).then(|| format!("thread {} is in {name}", thread.thread_name))
         })
     });
@@ -475,7 +475,7 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
             .iter()
             .map(|frame| &frame.func_name)
             .find(|name| is_named(name))
-            .map(|name| plain(name).to_owned())
+            .map(|name| plain(name).into_owned())
             .unwrap_or_default(),
         location: python.and_then(|thread| own_frame(&thread.frames)).map(frame_label),
         waiting,

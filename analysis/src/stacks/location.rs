@@ -46,7 +46,7 @@ pub(super) fn locate(
         }
         Some(match own_native(&thread.frames) {
             Some(own) => native_path(&thread.frames, function, own),
-            None => plain(&function.func_name).to_owned(),
+            None => plain(&function.func_name).into_owned(),
         })
     });
     Location {

@@ -1,5 +1,7 @@
 //! Helpers for the function names and file paths of frames.
 
+use std::borrow::Cow;
+
 use xpu_timer_proto::server::{PstackFrame, PySpyFrame};
 
 use super::patterns;
@@ -54,20 +56,78 @@ pub(super) fn strip_variant(function: &str) -> &str {
 
 /// The name by which programs know a function: without the suffix of a part that the compiler split
 /// off, and for an internal function of the C library that of the function around it. `sem_wait` of
-/// `__new_sem_wait_slow64.constprop.0`.
-pub(crate) fn plain(function: &str) -> &str {
+/// `__new_sem_wait_slow64.constprop.0`. A long name has no parameters and template arguments.
+pub(crate) fn plain(function: &str) -> Cow<'_, str> {
     const PARTS: [&str; 6] = [" [clone", ".constprop.", ".isra.", ".part.", ".cold", ".lto_priv."];
+    /// Length in bytes.
+    const LONG: usize = 60;
     let end = PARTS.iter().filter_map(|part| function.find(part)).min().unwrap_or(function.len());
     let name = &function[..end];
     let internal = patterns::INTERNAL_NATIVE.iter().find(|(part, _)| name.starts_with("__") && name.contains(part));
     let large_file = name.strip_suffix("64").filter(|plain| patterns::LARGE_FILE_NATIVE.contains(plain));
-    match internal {
+    let plain = match internal {
         _ if name.starts_with(patterns::SHARED_LOCK_NATIVE) => patterns::SHARED_LOCK,
         Some((_, plain)) => plain,
         None if large_file.is_some() => large_file.unwrap_or(name),
         None if name.starts_with("__GI_") => strip_variant(name),
+        None if name.len() > LONG => return Cow::Owned(without_arguments(name)),
         None => name,
+    };
+    Cow::Borrowed(plain)
+}
+
+/// A C++ name without parameters and template arguments: `cub::sort<…>` of
+/// `cub::sort<float, 256>(float const*, int)`.
+fn without_arguments(name: &str) -> String {
+    const KEPT: [&str; 2] = ["(anonymous namespace)", "operator()"];
+    const OPERATOR: &str = "operator";
+    let mut text = String::new();
+    let mut rest = name;
+    while let Some(first) = rest.chars().next() {
+        let begins_word = !text.ends_with(|before: char| before.is_alphanumeric() || before == '_');
+        let symbol = rest.strip_prefix(OPERATOR).filter(|_| begins_word).map_or(0, |after| {
+            OPERATOR.len() + after.find(|other: char| !"<>=-!".contains(other)).unwrap_or(after.len())
+        });
+        let kept = KEPT.iter().find(|kept| rest.starts_with(**kept)).map_or(symbol, |kept| kept.len());
+        let length = if kept > 0 {
+            text.push_str(&rest[..kept]);
+            kept
+        } else if "<(".contains(first) {
+            let lambda = rest.starts_with("<lambda");
+            text.push_str(if lambda {
+                "<lambda>"
+            } else if first == '<' {
+                "<…>"
+            } else {
+                ""
+            });
+            length_in_brackets(rest)
+        } else {
+            text.push(first);
+            first.len_utf8()
+        };
+        rest = &rest[length..];
     }
+    text
+}
+
+/// The number of bytes up to the bracket that closes the first one. All if none does.
+fn length_in_brackets(text: &str) -> usize {
+    let mut depth = 0;
+    let mut previous = ' ';
+    for (at, character) in text.char_indices() {
+        match character {
+            '<' | '(' => depth += 1,
+            '>' if previous == '-' => {}
+            '>' | ')' => depth -= 1,
+            _ => {}
+        }
+        if depth == 0 {
+            return at + character.len_utf8();
+        }
+        previous = character;
+    }
+    text.len()
 }
 
 /// A C++ function without namespaces, class, template arguments and parameters.
@@ -196,6 +256,41 @@ mod tests {
         ] {
             assert_eq!(plain(function), name);
         }
+    }
+
+    #[test]
+    fn a_long_name_has_no_arguments() {
+        for (function, name) in [
+            (
+                "shm_cc_loop<c10::BFloat16, (anonymous namespace)::all_reduce<c10::BFloat16, 2>((anonymous \
+                 namespace)::Context*)::<lambda(Context*, int64_t)> >",
+                "shm_cc_loop<…>",
+            ),
+            (
+                "void (anonymous namespace)::sum_of_all<float>(float const*, unsigned long)::{lambda(int)#1}::operator()(int) const",
+                "void (anonymous namespace)::sum_of_all<…>::{lambda#1}::operator() const",
+            ),
+            (
+                "reduce<c10::BFloat16, 2>(Context*, c10::BFloat16*, unsigned long)::<lambda(int, bool)>",
+                "reduce<…>::<lambda>",
+            ),
+            (
+                "std::ostream& std::operator<< <std::char_traits<char> >(std::ostream&, char const*)",
+                "std::ostream& std::operator<< <…>",
+            ),
+            (
+                "custom_operator<float, std::vector<std::string>, std::allocator<std::string>>(int)",
+                "custom_operator<…>",
+            ),
+            ("void run<std::function<auto (int) -> decltype(f(0))>, Queue, Worker, Task>(int)", "void run<…>"),
+            (
+                "a_name_whose_bracket_never_ends_because_something_has_cut_it<int, std::vector<fl",
+                "a_name_whose_bracket_never_ends_because_something_has_cut_it<…>",
+            ),
+        ] {
+            assert_eq!(plain(function), name);
+        }
+        assert_eq!(plain("Queue<int>::push(int)"), "Queue<int>::push(int)");
     }
 
     #[test]

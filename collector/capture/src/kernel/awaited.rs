@@ -451,8 +451,7 @@ mod tests {
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).expect("a named pipe");
         let opened = fs::File::open(folder.path()).expect("the folder");
         let read = nix::fcntl::OFlag::O_RDONLY;
-        let found =
-            awaited(move || drop(nix::fcntl::openat(opened, "commands", read, nix::sys::stat::Mode::empty())));
+        let found = awaited(move || drop(nix::fcntl::openat(opened, "commands", read, nix::sys::stat::Mode::empty())));
         fs::OpenOptions::new().write(true).open(&path).expect("the thread reads");
         assert_eq!((found.kind(), found.name), (AwaitedKind::File, path.display().to_string()));
         let own = std::env::current_dir().expect("a folder").join("commands").display().to_string();
