@@ -213,9 +213,7 @@ impl Members<'_, '_> {
         let candidates: Vec<Candidate> = others.into_iter().map(Candidate::of).collect();
         let mut reached = self.branches(&candidates, &inside, branches);
         let is_due = in_ring || (0..self.world.views.len()).any(|rank_index| self.waits_in_operation(rank_index));
-        reached.ends.retain(|(member, state, _)| {
-            state.cannot_continue() || is_due && state.is_stuck() && !self.may_rest(*member, state, &inside)
-        });
+        reached.retain_stuck(|member, state| is_due && state.is_stuck() && !self.may_rest(member, state, &inside));
         let behind = match reached.likely_end(|_| true)? {
             End::Process(behind) => behind,
             end => return Some(end),
@@ -326,7 +324,11 @@ impl Members<'_, '_> {
         (seen, branches): (&HashSet<Member>, usize),
     ) -> Result<End, (Chain, Member)> {
         let serves = awaited.name.starts_with(LISTENS);
-        let reached = self.branches(candidates, seen, branches);
+        let mut reached = self.branches(candidates, seen, branches);
+        if serves {
+            // A client that may be at rest does not keep the server from its other clients.
+            reached.retain_stuck(|member, state| !self.may_rest(member, state, seen));
+        }
         let agree = !serves && !reached.is_open && reached.agree();
         let leads_back = reached.ends.is_empty() && !reached.is_open;
         let inside = reached.inside.clone();
@@ -411,6 +413,11 @@ struct Branches {
 }
 
 impl Branches {
+    /// Keeps the ends that cannot continue, and the others that are `accepted`.
+    fn retain_stuck(&mut self, accepted: impl Fn(Member, &ProcessState) -> bool) {
+        self.ends.retain(|(member, state, _)| state.cannot_continue() || accepted(*member, state));
+    }
+
     /// Whether all branches have the same end.
     fn agree(&self) -> bool {
         let mut members = self.ends.iter().map(|(member, ..)| member);

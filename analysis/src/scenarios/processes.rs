@@ -9,6 +9,7 @@ use crate::{
     verdict::Activity,
 };
 use xpu_timer_proto::{
+    LISTENS,
     server::{
         Awaited, AwaitedKind, Holder, ProcessSample, PstackStacktrace, PySpyStacktrace, PySuspended, PySuspendedKind,
         Stacktrace, TcpConnection,
@@ -541,6 +542,51 @@ fn the_other_threads_of_a_process_show_whom_it_waits_for() {
     chained(&mut job, 2, AwaitedKind::Socket, "", &[1050]);
     let verdict = job.judge();
     assert_eq!((verdict.cause, culprits(&verdict)), (Cause::HostLock, vec![(None, 1050)]), "{}", verdict.to_text());
+}
+
+#[test]
+fn a_thread_of_a_library_sends_nothing_to_python_code_of_its_process() {
+    // The main thread of rank 2 reads from a socket of its own process. A thread has a connection
+    // to a process that is in a lock.
+    let judged = |native: &'static str, runs_python: bool| {
+        let mut job = behind(2, Stack::new(&[("fetch", "/job/train.py:31"), ("step", "/job/train.py:3")], &[native]));
+        job.process(50, "driver", Stack::lock());
+        let dump = job.rank(2).dump.as_mut().expect("a dump");
+        let mut thread = native_thread(1502, &["epoll_wait"], "S (sleeping)", "", Some(232), 9);
+        let awaits = |pid: i32| {
+            let holders = vec![Holder { pid, ..Default::default() }];
+            Some(Awaited { kind: AwaitedKind::Socket.into(), holders, ..Default::default() })
+        };
+        (thread.awaited, thread.timed) = (awaits(1050), Some(false));
+        dump.stacktrace[0].awaited = awaits(1002);
+        dump.py_stacktrace
+            .extend(runs_python.then(|| python_thread(1502, "reader", &[("read", "/job/train.py:9".into())])));
+        for sample in [&mut dump.first_sample, &mut dump.last_sample].into_iter().flatten() {
+            if !sample.stacktrace.is_empty() {
+                sample.stacktrace.push(thread.clone());
+            }
+        }
+        dump.stacktrace.push(thread);
+        culprits(&job.judge())
+    };
+    assert_eq!(judged("recv", false), [(Some(2), 1002)]);
+    assert_eq!(judged("recv", true), [(None, 1050)]);
+    assert_eq!(judged("epoll_wait", false), [(None, 1050)], "it may wake the event loop");
+}
+
+#[test]
+fn a_client_with_a_request_to_a_server_does_not_hold_up_its_other_clients() {
+    let behind_server = |client: Stack, waits: bool| {
+        let mut job = behind_engine(Stack::sleep());
+        chained(&mut job, 0, AwaitedKind::Several, &format!("{LISTENS} to /run/server"), &[1051]);
+        job.process(51, "driver", client);
+        if waits {
+            reader_thread(&mut job, 1, AwaitedKind::Socket, "", &[1050]);
+        }
+        culprits(&job.judge())
+    };
+    assert_eq!(behind_server(Stack::lock(), false), [(None, 1051)]);
+    assert_ne!(behind_server(Stack::lock(), true), [(None, 1051)]);
 }
 
 #[test]

@@ -244,14 +244,8 @@ impl Host {
     /// The main thread waits for a message that only its own threads can send. An event loop polls
     /// a pair of sockets of its own all the time.
     pub(crate) fn waits_for_itself(&self) -> bool {
-        let is_own = |awaited: &Awaited| {
-            matches!(awaited.kind(), AwaitedKind::Socket | AwaitedKind::Pipe)
-                && !awaited.name.starts_with(LISTENS)
-                && !awaited.holders.is_empty()
-                && awaited.holders.iter().all(|holder| holder.pid == self.pid)
-        };
         let polls = self.location.native.as_deref().is_none_or(is_poll);
-        !polls && self.awaited.as_ref().is_some_and(is_own)
+        !polls && self.awaited.as_ref().is_some_and(|awaited| is_message_of(awaited, self.pid))
     }
 
     /// The main thread reads from one pipe or socket, and does not poll.
@@ -286,6 +280,14 @@ impl Host {
     pub(crate) fn frozen(&self) -> bool {
         !self.moved.is_some_and(Movement::is_progress)
     }
+}
+
+/// Whether only threads of a process can send the awaited message.
+pub(super) fn is_message_of(awaited: &Awaited, pid: i32) -> bool {
+    matches!(awaited.kind(), AwaitedKind::Socket | AwaitedKind::Pipe)
+        && !awaited.name.starts_with(LISTENS)
+        && !awaited.holders.is_empty()
+        && awaited.holders.iter().all(|holder| holder.pid == pid)
 }
 
 /// Whether a process moves bytes of a file, or of a FIFO that no other process has open. A terminal

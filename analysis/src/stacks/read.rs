@@ -22,10 +22,10 @@ use super::{
     helpers,
     host::{
         DSleep, Host, IDLE_SHARE, Movement, ObservedActivity, Polling, Sample, ThreadStacks, ThreadWait,
-        in_same_function, movement, reporting_threads, samples, serves_socket, within_library,
+        in_same_function, is_message_of, movement, reporting_threads, samples, serves_socket, within_library,
     },
     location::{locate, own_native_place, program},
-    names::{base_name, frame_label, is_library, own_frame, own_place, stored_command},
+    names::{base_name, frame_label, is_library, is_poll, own_frame, own_place, stored_command},
     patterns::{self, FREEZER_WCHAN},
     services::{awaits_task, is_between_requests},
 };
@@ -293,7 +293,17 @@ fn waits_of_threads(
         |thread: &PstackStacktrace| program.is_some_and(|program| own_native_place(&thread.frames, program).is_some());
     let awaits_message =
         sample.native.iter().any(|thread| !passes_messages(thread) && is_in(thread, patterns::MESSAGE_LIBRARIES));
-    let is_ignored = |thread: &PstackStacktrace| is_of_runtime(thread) || passes_messages(thread) && !awaits_message;
+    // A thread of a library writes into no pipe or socket that Python code reads without polling.
+    let reads = |thread: &PstackStacktrace| {
+        !thread.frames.iter().any(|frame| is_poll(&frame.func_name))
+            && thread.awaited.as_ref().is_some_and(|awaited| is_message_of(awaited, pid))
+    };
+    let needs_python = python.is_some() && native.is_some_and(reads);
+    let is_ignored = |thread: &PstackStacktrace| {
+        is_of_runtime(thread)
+            || passes_messages(thread) && !awaits_message
+            || needs_python && sample.python_of(thread.pid).is_none()
+    };
     let mut waits = Vec::new();
     let mut timed = native.and_then(|thread| thread.timed);
     for thread in sample.native.iter().filter(|thread| Some(thread.pid) != main && !is_ignored(thread)) {
