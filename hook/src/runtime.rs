@@ -53,6 +53,8 @@ pub(crate) mod os {
     #[allow(unsafe_code)]
     pub(crate) mod descriptor;
     #[allow(unsafe_code)]
+    pub(crate) mod environment;
+    #[allow(unsafe_code)]
     pub(crate) mod leaked_once;
     #[allow(unsafe_code)]
     pub(crate) mod process;

@@ -264,9 +264,13 @@ impl Gather {
         let count = decoded.evidence.ranks.len();
         let mut verdict = judging::judge_encoded(&decoded.evidence, &decoded.operations);
         info!("incident {}: {count} ranks judged in {:.0?}", self.setup.plan.head.id, begun.elapsed());
-        // The ranks are freed before the stacks are written, unless they exist only in memory.
         let ranks = decoded.take_ranks();
-        if !self.written {
+        if self.written {
+            // Millions of small pieces of memory take half a second. The verdict does not wait for
+            // that. Without a thread, they are freed here.
+            drop(thread::Builder::new().name("free".into()).spawn(move || drop(ranks)));
+        } else {
+            // They exist only in memory.
             self.ranks.extend(ranks);
         }
         self.setup.plan.date(&mut verdict);

@@ -23,12 +23,16 @@ use std::sync::atomic::Ordering;
 
 use crate::{
     interpose::inline::scan::{LEVEL, Level, scan_new_objects},
-    runtime::{lifecycle::config, linker::dynamic, os::sys},
+    runtime::{
+        lifecycle::config,
+        linker::dynamic,
+        os::{environment, sys},
+    },
 };
 
 /// Called when the hook is loaded, before the program runs.
 pub(crate) fn start() {
-    let level = match sys::variable(c"XPU_TIMER_INLINE").as_deref() {
+    let level = match environment::at_start(c"XPU_TIMER_INLINE") {
         Some(b"off" | b"0") => Level::Off,
         Some(b"all") => Level::All,
         _ => Level::Auto,

@@ -15,9 +15,12 @@ use crate::{
             panics::guarded,
             start,
         },
-        linker::dynamic::{self, look_up},
+        linker::{
+            dynamic::{self, look_up},
+            originals,
+        },
         os::{
-            ptracer,
+            environment, ptracer,
             thread_state::{self, in_hook},
         },
         recorder::running,
@@ -32,6 +35,8 @@ extern "C" fn on_load() {
     std::panic::set_hook(Box::new(|_| {}));
     let errno = thread_state::errno();
     let saved = errno.get();
+    environment::note_start();
+    originals::note_named_libraries();
     NEXT_EXIT.store(look_up(libc::RTLD_NEXT, c"_exit"), Ordering::Relaxed);
     NEXT_QUICK_EXIT.store(look_up(libc::RTLD_NEXT, c"quick_exit"), Ordering::Relaxed);
     exit_functions::find_next_pthread_cancel();

@@ -24,7 +24,7 @@ use crate::{
     runtime::{
         abi::Word,
         linker::function::Function,
-        os::{clock, leaked_once::LeakedOnce, sys, thread_state},
+        os::{clock, environment, leaked_once::LeakedOnce, thread_state},
         recorder::{
             self, NewOperation, Recorder,
             communicator_table::{hash, local_id},
@@ -165,7 +165,7 @@ pub(crate) fn store_key_set(recorder: &'static Recorder, key: Word) {
 fn is_rank() -> bool {
     static IS_RANK: LeakedOnce<bool> = LeakedOnce::new();
     *IS_RANK.get_or_init(|| {
-        let number = |name| String::from_utf8(sys::variable(name)?).ok()?.trim().parse::<u32>().ok();
+        let number = |name| String::from_utf8(environment::variable(name)?).ok()?.trim().parse::<u32>().ok();
         number(c"RANK").is_some() && number(c"WORLD_SIZE").is_some_and(|size| size > 1)
     })
 }

@@ -5,7 +5,6 @@
 //! torch.multiprocessing set RANK after the process has started.
 
 use std::{
-    ffi::CStr,
     fs,
     path::{Path, PathBuf},
     sync::atomic::{AtomicU32, Ordering},
@@ -20,7 +19,7 @@ use xpu_timer_proto::{
     v1::{Hello, RankInfo},
 };
 
-use crate::runtime::os::sys;
+use crate::runtime::os::environment;
 
 /// The environment as `NAME=value` strings.
 pub(crate) type Environment = Vec<String>;
@@ -72,20 +71,7 @@ pub(crate) struct Config {
 
 /// Copies the environment of the process.
 pub(crate) fn snapshot() -> Environment {
-    unsafe extern "C" {
-        static environ: *const *const std::ffi::c_char;
-    }
-    let mut copy = Vec::new();
-    // SAFETY: `environ` is null or a null-terminated array of C strings. Another thread of the host
-    // may change it at this moment. Every getenv has that race, and this function runs once.
-    unsafe {
-        let mut entry = environ;
-        while !entry.is_null() && !(*entry).is_null() {
-            copy.push(String::from_utf8_lossy(CStr::from_ptr(*entry).to_bytes()).into_owned());
-            entry = entry.add(1);
-        }
-    }
-    copy
+    environment::copy().iter().map(|entry| String::from_utf8_lossy(entry).into_owned()).collect()
 }
 
 /// The value of a variable in the copied environment.
@@ -205,12 +191,12 @@ fn complete(mut info: RankInfo) -> RankInfo {
 
 static DISABLED: AtomicU32 = AtomicU32::new(0);
 
-/// `XPU_TIMER_DISABLE`, read once.
+/// `XPU_TIMER_DISABLE`, read when the library is loaded.
 pub(crate) fn disabled() -> bool {
     match DISABLED.load(Ordering::Relaxed) {
         0 => {
-            let value = sys::variable(c"XPU_TIMER_DISABLE");
-            let text = value.map(|value| String::from_utf8_lossy(&value).into_owned());
+            let value = environment::at_start(c"XPU_TIMER_DISABLE");
+            let text = value.map(|value| String::from_utf8_lossy(value).into_owned());
             let source = Source::new(move |_| text.clone(), "");
             let disabled = source.flag("XPU_TIMER_DISABLE");
             DISABLED.store(1 + u32::from(disabled), Ordering::Relaxed);

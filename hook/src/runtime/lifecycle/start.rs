@@ -6,10 +6,7 @@
 //! The hook must not work in a process that has installed a seccomp filter or runs under a
 //! sanitizer. The first device call checks that; the program then runs as without the hook.
 
-use std::{
-    ffi::CStr,
-    sync::atomic::{AtomicU32, Ordering},
-};
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use xpu_timer_proto::ring::{self, coverage, header, offset};
 
@@ -23,7 +20,7 @@ use crate::runtime::{
     linker::dynamic::{self, look_up},
     os::{
         cancellation::shielded,
-        clock, descriptor,
+        clock, descriptor, environment,
         process::{IDLE, OFF, PROCESS, ProcessState, RING, SET_UP_IN, STARTING, pid, set_watched},
         seccomp::{self, tsc},
         signals, stderr_text, sys,
@@ -143,13 +140,7 @@ static FILTERS_AT_LOAD: AtomicU32 = AtomicU32::new(0);
 pub(crate) fn record_filters_at_load() {
     let filters = filters();
     FILTERS_AT_LOAD.store(filters, Ordering::Relaxed);
-    // SAFETY: a C string; while libraries are loaded no thread changes the environment.
-    let launched = unsafe { libc::getenv(c"XPU_TIMER_FILTERS".as_ptr()) };
-    if filters == 0 || launched.is_null() {
-        return;
-    }
-    // SAFETY: getenv's string is terminated.
-    let launched = unsafe { CStr::from_ptr(launched) }.to_bytes();
+    let Some(launched) = environment::at_start(c"XPU_TIMER_FILTERS").filter(|_| filters != 0) else { return };
     let mut boot = [0; 64];
     let length = sys::read_file(c"/proc/sys/kernel/random/boot_id", &mut boot);
     if has_more(filters, launched, &boot[..length]) {

@@ -145,10 +145,13 @@ unsafe extern "C" fn nothing(_: *mut c_void, _: *const c_char) -> *mut c_void {
     std::ptr::null_mut()
 }
 
-/// Discards the error message that a failed lookup of the hook would leave for the host.
+/// Discards the error message that a failed lookup of the hook would leave for the host. No code of
+/// the host runs on the watcher, and the C library may read the environment to translate a message.
 pub(crate) fn forget_linker_error() {
-    // SAFETY: it takes no arguments; the returned string is not used.
-    unsafe { libc::dlerror() };
+    if !thread_state::current().is_watcher.get() {
+        // SAFETY: it takes no arguments; the returned string is not used.
+        unsafe { libc::dlerror() };
+    }
 }
 
 /// A function of the C library, or of libdl, which was separate until glibc 2.34. Null if there is

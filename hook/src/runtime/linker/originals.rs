@@ -13,10 +13,27 @@ use crate::runtime::{
         function::{Function, is_wrapper},
     },
     os::{
-        sys,
+        environment,
+        leaked_once::LeakedOnce,
         thread_state::{self, in_hook},
     },
 };
+
+/// The variables in which a user names libraries with unknown names.
+const LIBRARY_VARIABLES: [&CStr; 3] =
+    [c"XPU_TIMER_NCCL_LIB_PATH", c"XPU_TIMER_CUBLASLT_LIB_PATH", c"XPU_TIMER_CUBLAS_LIB_PATH"];
+
+/// Their values when the process was started.
+static NAMED_LIBRARIES: [LeakedOnce<CString>; 3] = [const { LeakedOnce::new() }; 3];
+
+/// Called when the hook is loaded.
+pub(crate) fn note_named_libraries() {
+    for (variable, named) in LIBRARY_VARIABLES.iter().zip(&NAMED_LIBRARIES) {
+        if let Some(path) = environment::at_start(variable).and_then(|path| CString::new(path).ok()) {
+            named.get_or_init(|| path);
+        }
+    }
+}
 
 impl Function {
     /// The original of a slot. Null if there is none.
@@ -62,8 +79,7 @@ impl Function {
     }
 
     fn search(&self) -> *mut c_void {
-        let named = self.library_variable().and_then(sys::variable).and_then(|path| CString::new(path).ok());
-        if let Some(found) = named.and_then(|path| self.find_in(loaded_from(&path)?)) {
+        if let Some(found) = self.named_library().and_then(|path| self.find_in(loaded_from(path)?)) {
             return found;
         }
         let next = look_up(libc::RTLD_NEXT, self.name);
@@ -90,15 +106,15 @@ impl Function {
         names.map(|name| look_up(library, name)).find(|real| is_original(*real))
     }
 
-    /// The variable in which the user names the library of this function, for a library with an
-    /// unknown name.
-    fn library_variable(&self) -> Option<&'static CStr> {
-        match self.library {
-            Library::Collectives => Some(c"XPU_TIMER_NCCL_LIB_PATH"),
-            Library::Blas if self.text().contains("Lt") => Some(c"XPU_TIMER_CUBLASLT_LIB_PATH"),
-            Library::Blas => Some(c"XPU_TIMER_CUBLAS_LIB_PATH"),
-            _ => None,
-        }
+    /// The library of this function, if it has an unknown name and the user has named it.
+    fn named_library(&self) -> Option<&'static CStr> {
+        let named = match self.library {
+            Library::Collectives => &NAMED_LIBRARIES[0],
+            Library::Blas if self.text().contains("Lt") => &NAMED_LIBRARIES[1],
+            Library::Blas => &NAMED_LIBRARIES[2],
+            _ => return None,
+        };
+        named.get().map(CString::as_c_str)
     }
 
     /// The original for a caller that was bound to the exported symbol when no original could be

@@ -20,7 +20,7 @@ use std::{
 use crate::runtime::{
     lifecycle::config,
     linker::dynamic::look_up,
-    os::{seccomp, thread_state},
+    os::{environment, seccomp, thread_state},
 };
 
 /// Pid of the node collector, 0 while unknown.
@@ -63,14 +63,8 @@ pub(crate) fn allow_in_child() {
 
 /// Called when the library is loaded. Returns whether the launcher has named a collector.
 pub(crate) fn allow_from_environment() -> bool {
-    // SAFETY: a C string; while libraries are loaded no thread changes the environment.
-    let value = unsafe { libc::getenv(c"XPU_TIMER_COLLECTOR_PID".as_ptr()) };
-    if value.is_null() {
-        return false;
-    }
-    // SAFETY: getenv's string is terminated.
-    let text = unsafe { std::ffi::CStr::from_ptr(value) }.to_str().unwrap_or_default();
-    let collector = text.parse().unwrap_or(0);
+    let Some(value) = environment::at_start(c"XPU_TIMER_COLLECTOR_PID") else { return false };
+    let collector = std::str::from_utf8(value).ok().and_then(|text| text.parse().ok()).unwrap_or(0);
     let is_known = collector > 0 && !config::disabled();
     if is_known {
         allow(collector);

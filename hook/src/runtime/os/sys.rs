@@ -17,14 +17,6 @@ pub(crate) fn relax() {
     if seccomp::may_call() { std::thread::yield_now() } else { std::hint::spin_loop() }
 }
 
-/// Copies an environment variable.
-pub(crate) fn variable(name: &CStr) -> Option<Vec<u8>> {
-    // SAFETY: a C string.
-    let value = unsafe { libc::getenv(name.as_ptr()) };
-    // SAFETY: getenv's string is terminated.
-    (!value.is_null()).then(|| unsafe { CStr::from_ptr(value) }.to_bytes().to_vec())
-}
-
 /// Reads the beginning of a file into `buffer` and returns its length. 0 if the file cannot be
 /// read.
 pub(crate) fn read_file(path: &CStr, buffer: &mut [u8]) -> usize {

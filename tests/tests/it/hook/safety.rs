@@ -198,6 +198,14 @@ fn dlerror_returns_errors_of_the_host_only() {
     assert_eq!(Guest::start("linker errors").end().0, 0);
 }
 
+/// The watcher looks for libraries at once, and 0.1 and 1 s later. Nothing of the hook calls
+/// `getenv`.
+#[test]
+fn a_thread_may_move_the_environment_at_any_time() {
+    let (code, record, _) = Guest::start("environment").end();
+    assert_eq!((code, record.collectives_launched), (0, 4));
+}
+
 /// No launcher has checked these variables before the program started.
 #[test]
 fn a_bad_path_in_a_variable_neither_stops_a_program_nor_prints() {
