@@ -54,6 +54,7 @@ const EVENTS: usize = 1024;
 pub fn run(settings: Settings) -> Result<(), Error> {
     let descriptors = resources::raise_descriptor_limit();
     resources::share_one_arena();
+    resources::expect_large_heap();
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
     let runtime = runtime.map_err(Error::system("start the runtime"))?;

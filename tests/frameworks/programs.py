@@ -380,7 +380,6 @@ def torchtitan():
     trainer = config.build()
     trainer.train()
     trainer.close()
-    torch.distributed.destroy_process_group()
 
 
 def write_tokenizer(folder):
@@ -527,10 +526,14 @@ def train_from_server(serve, client):
     for step in range(STEPS):
         time.sleep(0.9)
         dist.all_reduce(torch.tensor(fetch(step, dist.get_rank())))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     # DeepSpeed's launcher adds an option of its own.
     globals()[next(word for word in sys.argv[1:] if not word.startswith("--"))]()
     print("done")
+    # Otherwise PyTorch may abort the process: a thread of gloo that frees a tensor while the
+    # interpreter ends must not take the GIL.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
