@@ -10,7 +10,6 @@ mod sockets;
 
 use std::{
     collections::{BTreeSet, HashMap},
-    fs,
     time::{Duration, Instant},
 };
 
@@ -25,7 +24,7 @@ use super::{
     open_files::{self, Descriptor},
 };
 use crate::memory;
-use search::{MAX_HOLDERS, Operation, Search};
+use search::{MAX_HOLDERS, Operation, Search, absolute};
 
 /// Time limit of the search. The stacks of the process are already captured and must not be late
 /// because of it.
@@ -198,17 +197,6 @@ fn opened(pid: i32, from: i32, address: u64) -> Option<Awaited> {
     let name = String::from_utf8_lossy(path).into_owned();
     let name = (!name.is_empty()).then(|| absolute(pid, from, name))?;
     Some(Awaited { kind: AwaitedKind::File.into(), name, ..Awaited::default() })
-}
-
-/// A path as a process passes it to the kernel, which begins at the folder `from` if it is relative.
-/// It stays as it is if the folder is not known.
-fn absolute(pid: i32, from: i32, path: String) -> String {
-    if path.starts_with('/') {
-        return path;
-    }
-    let link = if from == libc::AT_FDCWD { format!("/proc/{pid}/cwd") } else { format!("/proc/{pid}/fd/{from}") };
-    // The kernel knows the path of a folder, so reading the link involves no file system.
-    fs::read_link(link).map_or(path.clone(), |folder| folder.join(path).to_string_lossy().into_owned())
 }
 
 fn operation_of(number: i64, arguments: &[u64; 6]) -> Option<Operation> {

@@ -1,6 +1,6 @@
 //! A search for what one thread waits for.
 
-use std::{cell::OnceCell, collections::HashSet, sync::Arc, time::Instant};
+use std::{cell::OnceCell, collections::HashSet, fs, sync::Arc, time::Instant};
 
 use xpu_timer_proto::{
     procfs::{self, descendants_until},
@@ -65,4 +65,15 @@ impl<'a> Search<'a> {
         let holder = |pid: i32| Holder { pid, name: procfs::name(pid), child: is_child(pid), ..Holder::default() };
         pids.into_iter().take(MAX_HOLDERS).map(holder).collect()
     }
+}
+
+/// A path that a process passes to the kernel. If it is relative, it begins at the folder `from`.
+/// It stays as it is if the folder is not known.
+pub(super) fn absolute(pid: i32, from: i32, path: String) -> String {
+    if path.starts_with('/') {
+        return path;
+    }
+    let link = if from == libc::AT_FDCWD { format!("/proc/{pid}/cwd") } else { format!("/proc/{pid}/fd/{from}") };
+    // The kernel knows the path of a folder, so reading the link involves no file system.
+    fs::read_link(link).map_or(path.clone(), |folder| folder.join(path).to_string_lossy().into_owned())
 }

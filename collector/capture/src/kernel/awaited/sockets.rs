@@ -11,10 +11,7 @@ use xpu_timer_proto::{
     server::{Awaited, AwaitedKind, Holder},
 };
 
-use super::{
-    absolute,
-    search::{Operation, Search},
-};
+use super::search::{Operation, Search, absolute};
 use crate::{
     kernel::sock_diag::{self, UnixSocket},
     memory,
