@@ -77,7 +77,8 @@ pub(crate) fn plain(function: &str) -> Cow<'_, str> {
 }
 
 /// A C++ name without parameters and template arguments: `cub::sort<…>` of
-/// `cub::sort<float, 256>(float const*, int)`.
+/// `cub::sort<float, 256>(float const*, int)`. In the name of a Python function, `.<locals>` and
+/// the file after a space stay.
 fn without_arguments(name: &str) -> String {
     const KEPT: [&str; 2] = ["(anonymous namespace)", "operator()"];
     const OPERATOR: &str = "operator";
@@ -92,7 +93,7 @@ fn without_arguments(name: &str) -> String {
         let length = if kept > 0 {
             text.push_str(&rest[..kept]);
             kept
-        } else if "<(".contains(first) {
+        } else if first == '<' && !text.ends_with('.') || first == '(' && !text.ends_with(' ') {
             let lambda = rest.starts_with("<lambda");
             text.push_str(if lambda {
                 "<lambda>"
@@ -291,6 +292,8 @@ mod tests {
             assert_eq!(plain(function), name);
         }
         assert_eq!(plain("Queue<int>::push(int)"), "Queue<int>::push(int)");
+        let python = "CompiledFunctionWithAVeryLongName.<locals>.inner_wrapper (compile_functions.py)";
+        assert_eq!(plain(python), python);
     }
 
     #[test]

@@ -12,7 +12,6 @@ use crate::{
     explanation::Explanation,
     finding::{EvidenceGap, Exclusion, Fact, Finding, JobFact, RankFact},
     graph::Event,
-    stacks,
     store::key_wait,
     text::{communicator, op_name, shape},
     verdict::EvidenceLine,
@@ -65,7 +64,7 @@ fn explained(case: &Case<'_>, explanation: &Explanation) -> Vec<EvidenceLine> {
 
 fn of_rank(case: &Case<'_>, rank_index: usize, fact: &RankFact) -> Option<EvidenceLine> {
     let view = case.view(rank_index);
-    let witness = stacks::plain(&view.host.observed.witness);
+    let witness = case.witness(rank_index);
     let inside = || about(case, rank_index, &format!("is inside {witness}"));
     Some(match fact {
         RankFact::Witness => inside(),

@@ -11,7 +11,7 @@ use crate::{
     explanation::{Differ, HostState},
     facts,
     graph::Event,
-    stacks::{GilHolder, NO_OTHER_THREAD, plain},
+    stacks::{GilHolder, NO_OTHER_THREAD},
     text::shape,
     verdict::EvidenceLine,
 };
@@ -257,11 +257,10 @@ pub(super) fn beside_lock(helper: &str, number: Number) -> String {
 
 /// A rank inside a read, write or sync, or in a call that waits for a file lock.
 fn stuck_in_io(case: &Case<'_>, rank_index: usize, file_lock: bool) -> Statement {
-    let witness = &case.view(rank_index).host.observed.witness;
     let what = case.awaited_text(rank_index);
     Statement::of_ranks(|number| {
         // The place ends with the C function, unless the sentence names it already.
-        let witness = plain(witness);
+        let witness = case.witness(rank_index);
         let position = case.position(rank_index);
         let native = position.native.filter(|native| *native != witness || position.python.is_none());
         let place = phrases::place(Position { native, ..position });
@@ -304,7 +303,7 @@ pub(super) fn holds_up(case: &Case<'_>, holder: usize, waiter: usize, inside: Op
 /// The compiler of a rank, as a phrase: `in torch._dynamo…` or `in its child process nvcc`.
 fn compiler_phrase(case: &Case<'_>, rank_index: usize, compiler: Option<&str>, number: Number) -> String {
     match compiler {
-        None => format!("in {}", case.view(rank_index).host.observed.witness),
+        None => format!("in {}", case.witness(rank_index)),
         Some(compiler) => format!("in {} {compiler}", number.word("its child process", "their child processes")),
     }
 }
@@ -385,9 +384,9 @@ fn pending_line(case: &Case<'_>, rank_index: usize, operation: &Operation) -> Ev
 
 /// A rank in the teardown of its communicators or its interpreter.
 fn shuts_down(case: &Case<'_>, rank_index: usize) -> Statement {
-    let (witness, place) = (&case.view(rank_index).host.observed.witness, case.place(rank_index));
+    let (witness, place) = (case.witness(rank_index), case.place(rank_index));
     // The place may already contain the frame that shows the teardown.
-    let inside = if place.contains(witness.as_str()) { String::new() } else { format!(" in {witness}") };
+    let inside = if place.contains(&*witness) { String::new() } else { format!(" in {witness}") };
     Statement::of_ranks(|number| format!("{} shutting down{inside}{place}", number.is()))
 }
 

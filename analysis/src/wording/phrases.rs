@@ -1,12 +1,14 @@
 //! Phrases about the ranks and the events of an incident.
 
+use std::borrow::Cow;
+
 use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
 
 use super::{Number, awaited_keys, missing_keys};
 use crate::{
     case::{Case, Position},
     graph::{Event, Suspect},
-    stacks::{self, STANDARD_INPUT, StuckHelper, is_terminal},
+    stacks::{self, STANDARD_INPUT, StuckHelper, is_terminal, plain},
     store::key_wait,
     text::{self, communicator, rank_count, ranks},
     world::{ProcessView, RankView},
@@ -38,6 +40,11 @@ impl<'a> Case<'a> {
     /// read)`.
     pub(super) fn place(&self, rank_index: usize) -> String {
         place(self.position(rank_index))
+    }
+
+    /// The function that shows what the main thread of a rank does.
+    pub(super) fn witness(&self, rank_index: usize) -> Cow<'_, str> {
+        plain(&self.view(rank_index).host.observed.witness)
     }
 
     /// Like [`Case::place`], without the C function if there is a frame of Python.
@@ -265,8 +272,7 @@ impl<'a> Case<'a> {
         }
         let waiters =
             self.world.ranks(self.stack_waiters.iter().copied().filter(|rank_index| !culprits.contains(rank_index)));
-        let place =
-            self.stack_waiters.first().map_or("", |rank_index| self.view(*rank_index).host.observed.witness.as_str());
+        let place = self.stack_waiters.first().map(|rank_index| self.witness(*rank_index)).unwrap_or_default();
         // The key, unless the sentence already names it.
         let in_store = self.stack_waiters.iter().all(|rank_index| self.uses_store(*rank_index));
         let keys = missing_keys(self, &self.stack_waiters).filter(|keys| in_store && !sentence.contains(keys));
