@@ -1,9 +1,9 @@
 //! The environment of the process, read while other threads of the host may change it.
 //!
 //! `setenv` moves the array of the environment and frees the old one. A thread that is in `getenv`
-//! at that moment crashes. A program that changes its environment in one thread relies on the fact
-//! that no other thread reads it, so the hook never calls `getenv` and never follows the current
-//! array itself: the kernel copies the memory, and refuses addresses that do not exist.
+//! at that moment may crash. A program may change its environment if none of its own threads reads
+//! it, so the hook never calls `getenv` and never follows the current array itself. The kernel
+//! copies the memory, and refuses addresses that do not exist.
 
 use std::{
     ffi::{CStr, c_char},
@@ -73,7 +73,7 @@ pub(crate) fn copy() -> Vec<Vec<u8>> {
 
 fn stable_copy(memory: &Memory) -> Vec<Vec<u8>> {
     const ATTEMPTS: usize = 16;
-    // Another thread may be changing it, until two copies are equal.
+    // If two copies in a row are equal, no thread has changed it in between.
     let mut copy = memory.strings(current() as usize);
     for _ in 1..ATTEMPTS {
         let before = std::mem::replace(&mut copy, memory.strings(current() as usize));
