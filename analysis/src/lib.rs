@@ -46,7 +46,7 @@ pub use report::communicator_groups;
 pub use stacks::{FREEZER_WCHAN, native_place, own_frame, own_place};
 pub use text::{communicator as communicator_name, operation_state, shape as operation_shape};
 pub use verdict::{Activity, Cause, Confidence, HangEvidence, RankGroup, Status, Timing, Verdict, VerdictKind};
-pub use world::{EncodedOperations, Exit, names_absent};
+pub use world::{EncodedOperations, Exit, Splitter, names_absent};
 
 #[cfg(test)]
 mod docs {

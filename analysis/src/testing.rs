@@ -12,7 +12,7 @@ use xpu_timer_proto::{
     },
 };
 
-use crate::{EncodedOperations, Verdict, judge, judge_encoded};
+use crate::{Splitter, Verdict, judge, judge_encoded};
 
 /// Nanoseconds of a second.
 pub(crate) const SECOND: u64 = 1_000_000_000;
@@ -521,7 +521,8 @@ impl Job {
         let processes = self.evidence.processes.iter().map(crate::condense_process).collect();
         let mut condensed = Evidence { ranks, processes, ..self.evidence.clone() };
         assert_eq!(judge(&condensed), verdict, "of condensed evidence");
-        let split = |rank: &RankEvidence| EncodedOperations::split(&rank.encode_to_vec()).unwrap();
+        let mut splitter = Splitter::default();
+        let split = |rank: &RankEvidence| splitter.split(&rank.encode_to_vec()).unwrap();
         let (ranks, operations): (Vec<_>, Vec<_>) = condensed.ranks.iter().map(split).unzip();
         condensed.ranks = ranks;
         assert_eq!(judge_encoded(&condensed, &operations), verdict, "of encoded operations");

@@ -1,7 +1,7 @@
 //! The ranks of a job as the judge sees them: one view for each rank, in ascending order, including
 //! missing ranks.
 
-use std::sync::OnceLock;
+use std::{mem, sync::OnceLock};
 
 use xpu_timer_proto::{
     DecodeError, Message as _, lenient,
@@ -41,6 +41,53 @@ pub struct EncodedOperations {
     decoded: OnceLock<Vec<Operation>>,
 }
 
+/// Decodes the evidence of ranks, one after another. Keeps its memory for the next rank.
+#[derive(Debug, Default)]
+pub struct Splitter {
+    encoded: Vec<u8>,
+    operation: Operation,
+    pending: Vec<Operation>,
+}
+
+impl Splitter {
+    /// Decodes the evidence of a rank, whose flight record then contains only the operations that
+    /// are pending, and keeps all operations encoded.
+    ///
+    /// # Errors
+    /// If it is not a valid message.
+    pub fn split(&mut self, encoded: &[u8]) -> Result<(RankEvidence, EncodedOperations), DecodeError> {
+        self.encoded.clear();
+        self.pending.clear();
+        let mut evidence = RankEvidence::default();
+        lenient::each_field(encoded, |number, field, value| {
+            let Some(record) = value.filter(|_| number == RankEvidence::FLIGHT_FIELD) else {
+                return evidence.merge(field);
+            };
+            let flight = evidence.flight.get_or_insert_default();
+            lenient::each_field(record, |number, field, value| {
+                let Some(operation) = value.filter(|_| number == FlightRecord::OPERATIONS_FIELD) else {
+                    return flight.merge(field);
+                };
+                self.encoded.extend_from_slice(field);
+                decode_again(&mut self.operation, operation)?;
+                if self.operation.status() == OpStatus::Pending {
+                    self.pending.push(mem::take(&mut self.operation));
+                }
+                Ok(())
+            })
+        })?;
+        if let Some(flight) = &mut evidence.flight {
+            flight.operations = self.pending.drain(..).collect();
+            // A list of one entry has room for four. A large job has 100,000 of each.
+            flight.communicators.shrink_to_fit();
+            flight.streams.shrink_to_fit();
+            flight.kernels.shrink_to_fit();
+            flight.coverage.shrink_to_fit();
+        }
+        Ok((evidence, EncodedOperations { encoded: self.encoded.as_slice().into(), decoded: OnceLock::new() }))
+    }
+}
+
 /// Why a search through operations ends early.
 enum Stop {
     Found,
@@ -54,51 +101,6 @@ impl From<DecodeError> for Stop {
 }
 
 impl EncodedOperations {
-    /// Decodes the evidence of a rank, whose flight record then contains only the operations that
-    /// are pending, and keeps all operations encoded.
-    ///
-    /// # Errors
-    /// If it is not a valid message.
-    pub fn split(encoded: &[u8]) -> Result<(RankEvidence, Self), DecodeError> {
-        let (mut rest, mut operations, mut pending) = (Vec::with_capacity(encoded.len()), Vec::new(), Vec::new());
-        let mut record = None;
-        lenient::each_field(encoded, |number, field, value| {
-            match value.filter(|_| number == RankEvidence::FLIGHT_FIELD) {
-                Some(value) => {
-                    let record = record.get_or_insert_with(Vec::new);
-                    lenient::each_field(value, |number, field, value| {
-                        let Some(operation) = value.filter(|_| number == FlightRecord::OPERATIONS_FIELD) else {
-                            record.extend_from_slice(field);
-                            return Ok(());
-                        };
-                        operations.extend_from_slice(field);
-                        let operation = Operation::decode(operation)?;
-                        if operation.status() == OpStatus::Pending {
-                            pending.push(operation);
-                        }
-                        Ok::<(), DecodeError>(())
-                    })
-                }
-                None => {
-                    rest.extend_from_slice(field);
-                    Ok(())
-                }
-            }
-        })?;
-        let mut evidence = RankEvidence::decode(&rest[..])?;
-        if let Some(record) = record {
-            let mut flight = FlightRecord { operations: pending, ..FlightRecord::decode(&record[..])? };
-            // A list of one entry has room for four. A large job has 100,000 of each.
-            flight.operations.shrink_to_fit();
-            flight.communicators.shrink_to_fit();
-            flight.streams.shrink_to_fit();
-            flight.kernels.shrink_to_fit();
-            flight.coverage.shrink_to_fit();
-            evidence.flight = Some(flight);
-        }
-        Ok((evidence, EncodedOperations { encoded: operations.into(), decoded: OnceLock::new() }))
-    }
-
     /// Puts all operations back into the evidence.
     pub fn restore(&self, evidence: &mut RankEvidence) {
         if let Some(flight) = evidence.flight.as_mut().filter(|_| !self.encoded.is_empty()) {
@@ -110,21 +112,30 @@ impl EncodedOperations {
         self.decoded.get_or_init(|| {
             let mut all = Vec::new();
             self.any(|operation| {
-                all.push(operation);
+                all.push(mem::take(operation));
                 false
             });
             all
         })
     }
 
-    /// Whether a condition holds for any operation. Decodes one after another, and keeps none.
-    fn any(&self, mut is: impl FnMut(Operation) -> bool) -> bool {
-        let search = lenient::each_part(&self.encoded, |_, operation| match is(Operation::decode(operation)?) {
-            true => Err(Stop::Found),
-            false => Ok(()),
+    /// Whether a condition holds for any operation. Decodes one after another, and keeps none,
+    /// except for those that the condition takes.
+    fn any(&self, mut is: impl FnMut(&mut Operation) -> bool) -> bool {
+        let mut operation = Operation::default();
+        let search = lenient::each_part(&self.encoded, |_, encoded| {
+            decode_again(&mut operation, encoded)?;
+            if is(&mut operation) { Err(Stop::Found) } else { Ok(()) }
         });
         matches!(search, Err(Stop::Found))
     }
+}
+
+/// Decodes into a message whose memory is used again. The ranks of a large job have a million
+/// operations.
+fn decode_again(operation: &mut Operation, encoded: &[u8]) -> Result<(), DecodeError> {
+    operation.clear();
+    operation.merge(encoded)
 }
 
 /// One rank and the evidence about it.
@@ -237,7 +248,7 @@ impl<'a> RankView<'a> {
     /// Whether a condition holds for any recorded operation. Encoded operations stay encoded.
     pub(crate) fn any_operation(&self, mut is: impl FnMut(&Operation) -> bool) -> bool {
         match self.encoded {
-            Some(encoded) => encoded.any(|operation| is(&operation)),
+            Some(encoded) => encoded.any(|operation| is(operation)),
             None => self.listed().iter().any(is),
         }
     }
@@ -248,7 +259,7 @@ impl<'a> RankView<'a> {
         let newest = |all: &'a [Operation]| all.iter().rev().find(|operation| is(operation));
         match self.encoded {
             Some(encoded) => newest(self.listed())
-                .or_else(|| encoded.any(|operation| is(&operation)).then(|| newest(encoded.decoded()))?),
+                .or_else(|| encoded.any(|operation| is(operation)).then(|| newest(encoded.decoded()))?),
             None => newest(self.listed()),
         }
     }
@@ -437,7 +448,7 @@ impl<'a> World<'a> {
         let highest = views.last().map_or(0, |view| view.rank.saturating_add(1));
         let size = evidence.world_size.max(highest);
         if views.len() < evidence.world_size as usize && names_absent(evidence.world_size, views.len()) {
-            let known = std::mem::take(&mut views);
+            let known = mem::take(&mut views);
             let mut known = known.into_iter().peekable();
             for rank in 0..evidence.world_size {
                 views.push(known.next_if(|view| view.rank == rank).unwrap_or_else(|| RankView::missing(rank)));

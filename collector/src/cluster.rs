@@ -53,7 +53,8 @@ const EVENTS: usize = 1024;
 /// If it cannot listen, or a file from its settings cannot be used.
 pub fn run(settings: Settings) -> Result<(), Error> {
     let descriptors = resources::raise_descriptor_limit();
-    resources::share_one_arena();
+    // In one arena, the threads that receive and those that merge would often wait for its lock.
+    resources::limit_arenas(2);
     resources::expect_large_heap();
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();

@@ -93,7 +93,7 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
         false => (None, Endpoint::open(&settings.socket)?),
     };
     let descriptors = resources::raise_descriptor_limit();
-    resources::share_one_arena();
+    resources::limit_arenas(1);
     let (inbox, commands) = Inbox::new()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)

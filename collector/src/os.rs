@@ -25,12 +25,12 @@ pub(crate) mod resources {
         hard
     }
 
-    /// Lets all threads allocate from one arena. By default the allocator makes up to eight arenas
-    /// per core, and a thread cannot reuse memory that was freed in another arena. Each arena would
-    /// grow to the size of the largest incident.
-    pub(crate) fn share_one_arena() {
+    /// Lets all threads allocate from so many arenas. By default the allocator makes up to eight
+    /// arenas per core, and a thread cannot reuse memory that was freed in another arena. Each arena
+    /// would grow to the size of the largest incident.
+    pub(crate) fn limit_arenas(arenas: i32) {
         #[cfg(target_env = "gnu")]
-        set_allocator(libc::M_ARENA_MAX, 1);
+        set_allocator(libc::M_ARENA_MAX, arenas);
     }
 
     /// Prepares the allocator for hundreds of megabytes in small pieces. Freed pieces are joined at

@@ -4,9 +4,10 @@
 use std::{
     collections::BTreeMap,
     io::{self, Write},
+    iter, thread,
 };
 
-use xpu_timer_analysis::EncodedOperations;
+use xpu_timer_analysis::{EncodedOperations, Splitter};
 use xpu_timer_proto::{
     Message as _, lenient,
     v1::{Evidence, RankEvidence, RankPresence},
@@ -15,7 +16,7 @@ use xpu_timer_proto::{
 /// The evidence of ranks, at most one entry per rank.
 #[derive(Debug, Default)]
 pub(crate) struct Ranks {
-    encoded: BTreeMap<u32, Vec<u8>>,
+    encoded: BTreeMap<u32, Box<[u8]>>,
 }
 
 impl Ranks {
@@ -33,17 +34,18 @@ impl Ranks {
 
     /// Adds ranks and replaces existing entries.
     pub(crate) fn extend(&mut self, ranks: impl IntoIterator<Item = RankEvidence>) {
-        self.extend_encoded(ranks.into_iter().map(|rank| (rank.rank, rank.encode_to_vec())));
+        self.encoded.extend(ranks.into_iter().map(|rank| (rank.rank, rank.encode_to_vec().into())));
     }
 
-    /// Adds ranks as their nodes sent them and replaces existing entries.
+    /// Adds ranks as their nodes sent them and replaces existing entries. The bytes are copied, so
+    /// that they are in the arena of this thread, which decodes them and can then use their memory.
     pub(crate) fn extend_encoded(&mut self, ranks: impl IntoIterator<Item = (u32, Vec<u8>)>) {
-        self.encoded.extend(ranks);
+        self.encoded.extend(ranks.into_iter().map(|(rank, bytes)| (rank, bytes.as_slice().into())));
     }
 
-    /// Moves all ranks to `decoded`, and writes its evidence to `to` as one message. Each entry is
-    /// freed when it is decoded and written, so that few ranks are in memory twice. After an error
-    /// of `to`, the remaining ranks stay here.
+    /// Moves all ranks to `decoded`, and writes its evidence to `to` as one message. Some entries
+    /// at a time are decoded, written and freed, so that few ranks are in memory twice. After an
+    /// error of `to`, the remaining ranks stay here.
     ///
     /// # Errors
     /// Errors of `to`.
@@ -51,14 +53,15 @@ impl Ranks {
         to.write_all(&decoded.evidence.encode_to_vec())?;
         decoded.reserve(self.len());
         let mut head = Vec::new();
-        while let Some((rank, operations, bytes)) = self.pop_first() {
-            decoded.push(rank, operations);
-            head.clear();
-            for number in [(Evidence::RANKS_FIELD << 3 | EMBEDDED) as usize, bytes.len()] {
-                xpu_timer_proto::encode_length_delimiter(number, &mut head).expect("a vector grows");
+        while let Some(part) = self.decode_part(decoded) {
+            for Entry { bytes, .. } in part {
+                head.clear();
+                for number in [(Evidence::RANKS_FIELD << 3 | EMBEDDED) as usize, bytes.len()] {
+                    xpu_timer_proto::encode_length_delimiter(number, &mut head).expect("a vector grows");
+                }
+                to.write_all(&head)?;
+                to.write_all(&bytes)?;
             }
-            to.write_all(&head)?;
-            to.write_all(&bytes)?;
         }
         Ok(())
     }
@@ -66,22 +69,53 @@ impl Ranks {
     /// Moves all ranks to `decoded`.
     pub(crate) fn decode_into(&mut self, decoded: &mut Decoded) {
         decoded.reserve(self.len());
-        while let Some((rank, operations, _)) = self.pop_first() {
-            decoded.push(rank, operations);
-        }
+        while self.decode_part(decoded).is_some() {}
     }
 
-    /// Removes the lowest rank. Also returns its bytes, which can be decoded.
-    fn pop_first(&mut self) -> Option<(RankEvidence, EncodedOperations, Vec<u8>)> {
-        let (rank, mut bytes) = self.encoded.pop_first()?;
-        let (evidence, operations) = EncodedOperations::split(&bytes).unwrap_or_else(|_| {
-            let repaired = repaired(rank, &bytes);
-            bytes = repaired.encode_to_vec();
-            (repaired, EncodedOperations::default())
+    /// Moves the lowest ranks to `decoded`. Returns their bytes, which can be decoded, or `None` if
+    /// no rank remains. Two threads decode, which takes most of the time.
+    fn decode_part(&mut self, decoded: &mut Decoded) -> Option<Vec<Entry>> {
+        let mut part: Vec<Entry> = iter::from_fn(|| self.encoded.pop_first())
+            .take(RANKS_OF_A_PART)
+            .map(|(rank, bytes)| Entry { rank, bytes, decoded: None })
+            .collect();
+        let middle = part.len() / 2;
+        thread::scope(|scope| {
+            let (one, other) = part.split_at_mut(middle);
+            let beside = thread::Builder::new().name("decode".into());
+            // Without a thread, these ranks are decoded below.
+            let _ = beside.spawn_scoped(scope, || decode(one));
+            decode(other);
         });
-        Some((evidence, operations, bytes))
+        decode(&mut part);
+        for entry in &mut part {
+            decoded.push(entry.decoded.take().expect("it was decoded"));
+        }
+        Some(part).filter(|part| !part.is_empty())
     }
 }
+
+/// A rank while it is decoded.
+struct Entry {
+    rank: u32,
+    bytes: Box<[u8]>,
+    decoded: Option<(RankEvidence, EncodedOperations)>,
+}
+
+/// Decodes those that are not. Bytes that cannot be decoded are repaired.
+fn decode(entries: &mut [Entry]) {
+    let mut splitter = Splitter::default();
+    for Entry { rank, bytes, decoded } in entries.iter_mut().filter(|entry| entry.decoded.is_none()) {
+        *decoded = Some(splitter.split(bytes).unwrap_or_else(|_| {
+            let repaired = repaired(*rank, bytes);
+            *bytes = repaired.encode_to_vec().into();
+            (repaired, EncodedOperations::default())
+        }));
+    }
+}
+
+/// Number of ranks that are decoded at once. They are in memory twice.
+const RANKS_OF_A_PART: usize = 512;
 
 /// The evidence of a job, decoded except for the operations of its ranks.
 #[derive(Debug, Default)]
@@ -98,7 +132,7 @@ impl Decoded {
         self.operations.reserve_exact(ranks);
     }
 
-    fn push(&mut self, rank: RankEvidence, operations: EncodedOperations) {
+    fn push(&mut self, (rank, operations): (RankEvidence, EncodedOperations)) {
         self.evidence.ranks.push(rank);
         self.operations.push(operations);
     }
@@ -193,12 +227,12 @@ mod tests {
     #[test]
     fn a_full_disk_loses_no_rank() {
         let mut ranks = Ranks::default();
-        let expected: Vec<_> = (0..40).map(|number| rank(number, "node")).collect();
+        let expected: Vec<_> = (0..2000).map(|number| rank(number, "node")).collect();
         ranks.extend(expected.clone());
         let (mut decoded, mut disk) = (head(), [0; 100]);
         ranks.write_into(&mut decoded, &mut &mut disk[..]).unwrap_err();
-        let written = decoded.operations.len();
-        assert!(written > 0 && ranks.len() > 0, "{written} ranks were written");
+        let taken = decoded.operations.len();
+        assert!(taken > 0 && ranks.len() > 0, "{taken} ranks were taken");
         ranks.decode_into(&mut decoded);
         assert_eq!(whole(decoded).ranks, expected);
     }

@@ -190,7 +190,9 @@ mod tests {
         // allocated here.
         let before = thread_switches().sleeps;
         (0..1000).for_each(|_| thread::yield_now());
-        assert_eq!(thread_switches().sleeps, before);
+        // A page that has to be read from the disk is a sleep.
+        assert!(thread_switches().sleeps < before + 100);
+        let before = thread_switches().sleeps;
         (0..3).for_each(|_| thread::sleep(Duration::from_millis(1)));
         assert!(thread_switches().sleeps >= before + 3);
     }

@@ -58,6 +58,9 @@ pub const PATIENCE: Duration = Duration::from_secs(300);
 /// The state that the simulated nodes share with the measurement.
 pub struct Shared {
     template: Template,
+    /// What each node delivers. Real nodes make this at the same time, each on its own processors,
+    /// so it is made before the measurement.
+    parts: Vec<Vec<NodeDump>>,
     /// Number of nodes.
     pub nodes: u32,
     /// Start of the measurement.
@@ -75,8 +78,10 @@ pub struct Shared {
 impl Shared {
     /// The initial state for this many nodes.
     pub fn new(nodes: u32) -> Result<Self> {
+        let template = Template::new(nodes)?;
         Ok(Shared {
-            template: Template::new(nodes)?,
+            parts: (0..nodes).map(|node| pieces(template.part(nodes, node))).collect(),
+            template,
             nodes,
             begun: Instant::now(),
             joined: AtomicU32::new(0),
@@ -176,7 +181,8 @@ pub async fn play(
             Some(Asked::Deliver(wanted)) => {
                 let at = u64::try_from(shared.begun.elapsed().as_nanos())?;
                 shared.last_start_ns.fetch_max(at, Ordering::Relaxed);
-                let pieces = pieces(shared.template.part(shared.nodes, node, &wanted.incident));
+                let mut pieces = shared.parts[node as usize].clone();
+                pieces.iter_mut().for_each(|piece| piece.incident.clone_from(&wanted.incident));
                 let bytes: usize = pieces.iter().map(NodeDump::encoded_len).sum();
                 shared.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
                 bring(&mut client, wanted.key, pieces.into_iter().map(Brought::Dump)).await?;
@@ -313,9 +319,9 @@ impl Template {
         chunks
     }
 
-    fn part(&self, nodes: u32, node: u32, incident: &str) -> NodeDump {
+    fn part(&self, nodes: u32, node: u32) -> NodeDump {
         let first = node * RANKS;
-        let mut part = NodeDump { incident: incident.into(), last: true, ..Default::default() };
+        let mut part = NodeDump { last: true, ..Default::default() };
         let culprit = culprit(nodes);
         part.ranks = (self.ranks.iter().zip(first..))
             .map(|(entry, rank)| {
