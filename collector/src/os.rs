@@ -26,8 +26,8 @@ pub(crate) mod resources {
     }
 
     /// Lets all threads allocate from so many arenas. By default the allocator makes up to eight
-    /// arenas per core, and a thread cannot reuse memory that was freed in another arena. Each arena
-    /// would grow to the size of the largest incident.
+    /// arenas per core, and a thread cannot reuse memory that was freed in another one. Each would
+    /// grow to the size of the largest incident.
     pub(crate) fn limit_arenas(arenas: i32) {
         #[cfg(target_env = "gnu")]
         set_allocator(libc::M_ARENA_MAX, arenas);

@@ -79,11 +79,16 @@ pub(crate) fn need_disk() -> Result<()> {
     let target = xpu_timer_tests::tree().join("target");
     let needed_gb = if target.join("debug/deps").exists() { 2 } else { 10 };
     std::fs::create_dir_all(&target)?;
-    let disk = nix::sys::statvfs::statvfs(&target)?;
-    let free_gb = (disk.blocks_available() * disk.fragment_size()) >> 30;
+    let free_gb = free_disk_mb()? >> 10;
     let target = target.display();
     ensure!(free_gb >= needed_gb, "{target} needs {needed_gb} GiB of free disk space, and {free_gb} GiB are free");
     Ok(())
+}
+
+/// The free disk space for what is built, in MiB.
+pub(crate) fn free_disk_mb() -> Result<u64> {
+    let disk = nix::sys::statvfs::statvfs(&xpu_timer_tests::tree().join("target"))?;
+    Ok((disk.blocks_available() * disk.fragment_size()) >> 20)
 }
 
 /// The command line as text.

@@ -253,7 +253,9 @@ fn run_tests(test: impl Fn() -> Command, filter: Option<&str>, harness: Harness)
         log = next;
     }
     log.failed.iter().for_each(|name| println!("test {name} ... FAILED"));
-    bail!("{line}: {} tests failed: {}", log.failed.len(), log.failed.join(" "))
+    let free_mb = shell::free_disk_mb().unwrap_or_default();
+    let (count, failed) = (log.failed.len(), log.failed.join(" "));
+    bail!("{line}: {count} tests failed, with {free_mb} MiB of free disk space: {failed}")
 }
 
 /// Runs a command, forwards its output line by line, and reads it.

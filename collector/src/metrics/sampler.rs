@@ -44,9 +44,13 @@ use crate::{
     },
 };
 
-/// Time between two looks at how full the rings are. A ring has thousands of slots, so a rank must
-/// launch tens of thousands of operations a second to overrun it in this time.
-pub(crate) const PEEK: Duration = Duration::from_millis(250);
+/// Time between two looks at how full the rings are, while a rank launches many operations. It must
+/// launch tens of thousands a second to overrun its ring in this time.
+const SHORT_PEEK: Duration = Duration::from_millis(250);
+/// The same while no rank does. Each look wakes the collector, which costs more than a look.
+const LONG_PEEK: Duration = Duration::from_millis(500);
+/// The number of new operations of a rank that is many: a part of its ring.
+const MANY_NEW: u64 = ring::op::SLOTS as u64 / 4;
 /// A ring with this number of new operations is read at once. Many small reads cost less than a
 /// large one: their buffers stay in the cache.
 const MANY_UNREAD: u64 = ring::op::SLOTS as u64 / 64;
@@ -63,6 +67,8 @@ pub(crate) struct Sampler {
     settings: MetricsSettings,
     looked_ns: u64,
     peeked_ns: u64,
+    // The largest number of new operations of a rank at the last look.
+    most_new: u64,
     searched_ns: u64,
     ranks: BTreeMap<RankId, Sampled>,
     // Ranks that have ended and were read to their end.
@@ -70,6 +76,8 @@ pub(crate) struct Sampler {
     // Memory of the last read: the slots of all rings, and some operations.
     slots: Vec<Slot>,
     operations: Vec<Operation>,
+    /// Whether a request for detail makes ranks report many operations.
+    pub expects_many: bool,
     /// The last operations.
     pub timeline: Store,
     /// The recording for a request of the original tool.
@@ -135,21 +143,25 @@ impl Sampler {
             settings,
             looked_ns: 0,
             peeked_ns: 0,
+            most_new: 0,
             searched_ns: 0,
             ranks: BTreeMap::new(),
             closed: BTreeSet::new(),
             slots: Vec::new(),
             operations: Vec::new(),
+            expects_many: false,
             timeline: Store::new(nanoseconds(timeline.window), timeline.bytes),
             recording: Recording::new(timeline),
             interpreters: Interpreters::default(),
         }
     }
 
-    /// Whether the sampler must check the rings every [`PEEK`].
+    /// The time between two looks at how full the rings are; `None` if that does not matter.
     #[must_use]
-    pub(crate) fn peeks(&self) -> bool {
-        self.timeline.is_on() || self.recording.is_active()
+    pub(crate) fn peek_interval(&self) -> Option<Duration> {
+        let expects_many = self.expects_many || self.recording.is_active();
+        let is_short = expects_many || self.most_new >= MANY_NEW;
+        (self.timeline.is_on() || expects_many).then_some(if is_short { SHORT_PEEK } else { LONG_PEEK })
     }
 
     /// The state of a rank.
@@ -167,7 +179,7 @@ impl Sampler {
     pub(crate) fn turn<'a>(&mut self, ranks: impl Iterator<Item = RankView<'a>>, now: Now) {
         let is_due = |since_ns: u64, interval: Duration| now.mono_ns >= since_ns.saturating_add(nanoseconds(interval));
         let looks = is_due(self.looked_ns, self.settings.look);
-        if looks || self.peeks() && is_due(self.peeked_ns, PEEK) {
+        if looks || self.peek_interval().is_some_and(|interval| is_due(self.peeked_ns, interval)) {
             self.read(ranks.collect(), looks, false, now);
         }
     }
@@ -211,6 +223,7 @@ impl Sampler {
     /// rings that fill are read in between.
     fn read(&mut self, ranks: Vec<RankView<'_>>, looks: bool, all: bool, now: Now) {
         self.peeked_ns = now.mono_ns;
+        self.most_new = 0;
         let ids: BTreeSet<RankId> = ranks.iter().map(|rank| rank.id).collect();
         self.ranks.retain(|id, _| ids.contains(id));
         self.closed.retain(|id| ids.contains(id));
@@ -225,7 +238,10 @@ impl Sampler {
         for rank in ranks.iter().filter(|rank| !self.closed.contains(&rank.id)) {
             let Some(ring) = rank.ring else { continue };
             let sampled = self.ranks.entry(rank.id).or_default();
-            if !(looks || all || rank.has_ended || sampled.fills(ring)) {
+            // A ring that cannot be read is reported below.
+            let new = ring.word(header::OPS).map_or(0, |tickets| sampled.cursor.unread(tickets));
+            self.most_new = self.most_new.max(new);
+            if !(looks || all || rank.has_ended || new >= MANY_UNREAD || sampled.has_many_calls(ring)) {
                 continue;
             }
             match sampled.read(ring, looks, &self.settings, now, &mut slots) {
@@ -326,11 +342,10 @@ fn members_here(living: &[RankView<'_>], ranks: &BTreeMap<RankId, Sampled>) -> H
 }
 
 impl Sampled {
-    /// Whether the ring has many operations or calls that were not read.
-    fn fills(&self, ring: &RingFile) -> bool {
-        ring.word(header::OPS).is_ok_and(|tickets| self.cursor.unread(tickets) >= MANY_UNREAD)
-            || self.is_traced()
-                && ring.word(header::SPANS).is_ok_and(|tickets| self.calls.unread(tickets) >= MANY_UNREAD_CALLS)
+    /// Whether the ring has many calls of traced functions that were not read.
+    fn has_many_calls(&self, ring: &RingFile) -> bool {
+        self.is_traced()
+            && ring.word(header::SPANS).is_ok_and(|tickets| self.calls.unread(tickets) >= MANY_UNREAD_CALLS)
     }
 
     /// Whether Python functions of the rank are traced, as of the last look.
@@ -595,7 +610,36 @@ fn lock(latest: &Latest) -> MutexGuard<'_, Found> {
 
 #[cfg(test)]
 mod tests {
+    use nix::sys::memfd::{MFdFlags, memfd_create};
+    use xpu_timer_proto::env::Source;
+
     use super::*;
+
+    #[test]
+    fn a_ring_that_fills_is_looked_at_more_often() {
+        let source = Source::new(|_| None, "");
+        let mut sampler = Sampler::new(MetricsSettings::new(&source), TimelineSettings::new(&source));
+        let file = std::fs::File::from(memfd_create("ring", MFdFlags::MFD_CLOEXEC).unwrap());
+        file.set_len(ring::offset::END as u64).unwrap();
+        let put = |word: usize, value: u64| {
+            std::os::unix::fs::FileExt::write_all_at(&file, &value.to_le_bytes(), word as u64 * 8).unwrap();
+        };
+        put(header::MAGIC, ring::MAGIC);
+        put(header::VERSION, ring::VERSION.into());
+        let ring = RingFile::new(file.try_clone().unwrap().into(), 1).unwrap();
+        let (job, info) = (JobKey { name: "job".into(), instance: String::new() }, RankInfo::default());
+        let view = RankView { id: 1, job: &job, has_ended: false, pid: 0, info: &info, ring: Some(&ring) };
+        let mut interval_after = |tickets: u64| {
+            put(header::OPS, tickets);
+            sampler.read_all([view].into_iter(), Now::get());
+            sampler.peek_interval()
+        };
+        assert_eq!(interval_after(MANY_NEW - 1), Some(LONG_PEEK));
+        assert_eq!(interval_after(2 * MANY_NEW - 1), Some(SHORT_PEEK));
+        assert_eq!(interval_after(2 * MANY_NEW), Some(LONG_PEEK));
+        sampler.expects_many = true;
+        assert_eq!(sampler.peek_interval(), Some(SHORT_PEEK));
+    }
 
     #[test]
     fn batches_do_not_cut_a_group() {

@@ -242,18 +242,25 @@ fn filter_bits(rank: &Rank, now: Now) -> Option<u32> {
         let filters = i32::try_from(tid).map_or(0, |tid| procfs::seccomp_filters(process.pid, tid));
         u64::from(filters) > at_load
     };
-    let owners = ring::lane::owners(&read).ok()?;
-    let program = grew(process.pid as u64) || owners.into_iter().any(grew);
+    let before = words[header::FILTERS_SEEN] as u32 | words[header::FILTERED] as u32;
+    let mut owners = ring::lane::owners(&read).ok()?;
+    owners.push(process.pid as u64);
+    owners.sort_unstable();
+    owners.dedup();
+    // A filter stays in force even after its thread has ended.
+    let program = before & filtered::PROGRAM != 0 || owners.into_iter().any(grew);
     // A filter may also end the watcher before anybody reads its status.
     let is_ended = || program && words[header::GOODBYE] == 0 && !has_watcher(process.pid);
     let watcher = words[header::WATCHER_TID] != 0 && (grew(words[header::WATCHER_TID]) || is_ended());
-    // A filter stays in force even after its thread has ended.
-    let before = words[header::FILTERS_SEEN] as u32 | words[header::FILTERED] as u32;
     let found = [(program, filtered::PROGRAM), (watcher, filtered::WATCHER)];
     let bits = found.into_iter().filter(|(holds, _)| *holds).fold(before, |bits, (_, bit)| bits | bit);
     // The result is written before the note that the collector has checked. A ring that cannot be
     // written is the fault of its process.
-    let _ = ring.write(header::FILTERED, u64::from(bits)).and_then(|()| ring.write(header::COLLECTOR_NS, now.mono_ns));
+    let note = match u64::from(bits) {
+        bits if bits == words[header::FILTERED] => Ok(()),
+        bits => ring.write(header::FILTERED, bits),
+    };
+    let _ = note.and_then(|()| ring.write(header::COLLECTOR_NS, now.mono_ns));
     Some(bits)
 }
 

@@ -16,7 +16,7 @@ use crate::{
     http::questions::{Refusal, TimelineFiles, TimelineReply, WantedRecording, WantedTimeline, wanted_job},
     incident::folder::Folder,
     job::{JobKey, RankId, local_key},
-    metrics::sampler::{PEEK, RankView},
+    metrics::sampler::RankView,
     node::{
         registry::{Rank, Registry},
         state::{DetailedTimeline, NodeState, TICK},
@@ -47,11 +47,13 @@ impl NodeState {
     /// The longest time until the rings must be checked.
     pub(super) fn next_peek(&self) -> Duration {
         let is_running = self.registry.ranks().any(|rank| rank.ring.is_some() && rank.has_process());
-        if self.sampler.peeks() && is_running || !self.detailed.is_empty() { PEEK } else { TICK }
+        let is_needed = is_running || !self.detailed.is_empty();
+        self.sampler.peek_interval().filter(|_| is_needed).unwrap_or(TICK)
     }
 
     /// Reads the rings that it is time for, and does what waits for operations.
     pub(super) fn follow_rings(&mut self, now: Now) {
+        self.sampler.expects_many = !self.detailed.is_empty();
         self.sampler.turn(views(&self.registry), now);
         self.host.turn(views(&self.registry), now);
         if self.sampler.recording.is_active() {

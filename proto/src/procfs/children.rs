@@ -2,13 +2,12 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    fs,
     sync::{Mutex, PoisonError},
     time::Instant,
 };
 
 use super::{
-    files::{Error, cmdline, numbers},
+    files::{Error, cmdline, numbers, text},
     status::stat,
 };
 
@@ -67,7 +66,7 @@ pub fn descendants_until(pid: i32, skip: &HashSet<i32>, deadline: Option<Instant
 pub fn children(pid: i32, most_threads: usize) -> Option<Vec<i32>> {
     let mut children = Vec::new();
     for tid in threads(pid).unwrap_or_default().into_iter().take(most_threads) {
-        match fs::read_to_string(format!("/proc/{pid}/task/{tid}/children")) {
+        match text(format!("/proc/{pid}/task/{tid}/children")) {
             Ok(text) => children.extend(text.split_whitespace().filter_map(|child| child.parse::<i32>().ok())),
             // The folder of a thread that has just ended is gone. On a kernel that does not list
             // children, the folder exists.

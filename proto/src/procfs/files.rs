@@ -42,12 +42,13 @@ impl std::error::Error for Error {
     }
 }
 
-/// Size of the first read of a file. The kernel tells no sizes, and most files are shorter.
+/// Size of the first read of a file: most files are shorter.
 const FIRST_READ_BYTES: usize = 4 << 10;
 
 pub(super) fn bytes(path: String) -> Result<Vec<u8>, Error> {
     let mut bytes = Vec::with_capacity(FIRST_READ_BYTES);
-    match File::open(&path).and_then(|mut file| file.read_to_end(&mut bytes)) {
+    // `File` itself would ask for the size first, which the kernel tells for no file of `/proc`.
+    match File::open(&path).and_then(|file| file.take(u64::MAX).read_to_end(&mut bytes)) {
         Ok(_) => Ok(bytes),
         Err(source) => Err(Error { path: path.into(), source }),
     }

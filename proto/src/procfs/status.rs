@@ -166,7 +166,7 @@ pub fn status_text(process: impl Display) -> Result<String, Error> {
 /// The number of seccomp filters of a thread; 0 if there is no such thread.
 #[must_use]
 pub fn seccomp_filters(pid: i32, tid: i32) -> u32 {
-    ring::filters(text(format!("/proc/{pid}/task/{tid}/status")).unwrap_or_default().as_bytes())
+    read_task(pid, tid, "status", |text| ring::filters(text.as_bytes())).unwrap_or(0)
 }
 
 /// The pid of the process that a thread belongs to.

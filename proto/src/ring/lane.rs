@@ -46,15 +46,29 @@ pub struct Totals {
     pub lanes: usize,
 }
 
+/// Number of lanes that are read first. Most processes launch from fewer threads.
+const FIRST_LANES: usize = 8;
+
+/// The words of the lanes up to the last one in use. Threads take free lanes in ascending order,
+/// and a lane that was in use is never free again.
+fn used(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<u64>> {
+    let mut words = read_words(read_at, offset::LANES, FIRST_LANES * WORDS)?;
+    if words[(FIRST_LANES - 1) * WORDS + OWNER] != 0 {
+        words = read_words(read_at, offset::LANES, SLOTS * WORDS)?;
+    }
+    let used = words.chunks_exact(WORDS).rposition(|lane| lane[OWNER] != 0).map_or(0, |last| last + 1);
+    words.truncate(used * WORDS);
+    Ok(words)
+}
+
 /// Adds up the lanes. Most sums saturate, because any process may have written the lanes.
 ///
 /// # Errors
 /// The error of `read_at`.
 pub fn totals(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Totals> {
-    let words = read_words(read_at, offset::LANES, SLOTS * WORDS)?;
-    let mut totals = Totals::default();
-    for (index, lane) in words.chunks_exact(WORDS).enumerate().filter(|(_, lane)| lane[OWNER] != 0) {
-        totals.lanes = index + 1;
+    let words = used(read_at)?;
+    let mut totals = Totals { lanes: words.len() / WORDS, ..Totals::default() };
+    for lane in words.chunks_exact(WORDS).filter(|lane| lane[OWNER] != 0) {
         totals.last_launch_ns = totals.last_launch_ns.max(lane[LAST_LAUNCH_NS]);
         let add = |sum: &mut u64, word: usize| *sum = sum.saturating_add(lane[word]);
         add(&mut totals.kernels, KERNELS);
@@ -85,8 +99,7 @@ pub fn totals(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result
 /// # Errors
 /// The error of `read_at`.
 pub fn owners(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<u64>> {
-    let words = read_words(read_at, offset::LANES, SLOTS * WORDS)?;
-    Ok(words.chunks_exact(WORDS).map(|lane| lane[OWNER]).filter(|owner| *owner != 0).collect())
+    Ok(used(read_at)?.chunks_exact(WORDS).map(|lane| lane[OWNER]).filter(|owner| *owner != 0).collect())
 }
 
 /// Calls of each hooked function over all lanes, by the index of its coverage entry.
@@ -95,9 +108,8 @@ pub fn owners(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result
 /// The error of `read_at`.
 pub fn calls(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<u64>> {
     // A process uses few lanes, and the counters of all have half a megabyte.
-    let lanes = read_words(read_at, offset::LANES, SLOTS * WORDS)?;
-    let used = lanes.chunks_exact(WORDS).rposition(|lane| lane[OWNER] != 0).map_or(0, |last| last + 1);
-    let words = read_words(read_at, offset::LANE_CALLS, used * CALL_WORDS)?;
+    let lanes = used(read_at)?.len() / WORDS;
+    let words = read_words(read_at, offset::LANE_CALLS, lanes * CALL_WORDS)?;
     let mut calls = vec![0_u64; CALL_WORDS];
     for lane in words.chunks_exact(CALL_WORDS) {
         calls.iter_mut().zip(lane).for_each(|(sum, lane)| *sum = sum.saturating_add(*lane));

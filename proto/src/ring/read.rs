@@ -5,7 +5,7 @@ use std::{collections::HashMap, io};
 use super::lane;
 use super::layout::{
     MAGIC, VERSION, WATCHER_CALLS, comm, copy, coverage, dimensions, entries, entries_of, fault, header, high, launch,
-    low, matmul, name, offset, op, read_words, stack, stderr, store_wait, stream, text, texts,
+    leading_entries, low, matmul, name, offset, op, read_words, stack, stderr, store_wait, stream, text, texts,
 };
 use crate::v1::{
     Communicator, CommunicatorState, CopyDirection, DataType, FlightRecord, HookHealth, HookedFunction, KernelLaunches,
@@ -127,12 +127,12 @@ pub fn read_names(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Res
     Ok(names.into_iter().map(|words| (words[name::FUNCTION], text(&words[name::TEXT..]))).collect())
 }
 
-/// Reads all communicators.
+/// Reads all communicators. The hook uses an entry again only when it has used all.
 ///
 /// # Errors
 /// The error of `read_at`.
 pub fn read_communicators(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<Communicator>> {
-    let entries = entries::<{ comm::WORDS }>(&read_at, offset::COMMS, comm::SLOTS)?;
+    let entries = leading_entries::<{ comm::WORDS }>(&read_at, offset::COMMS, comm::SLOTS)?;
     Ok(entries.iter().map(communicator).collect())
 }
 
