@@ -167,7 +167,14 @@ struct Log {
     ended: usize,
     /// The seconds that tests took, with their names, if they were measured.
     times: Vec<(f64, String)>,
+    /// The first lines that failed tests printed, each with the name of its test.
+    printed: Vec<(String, String)>,
+    /// The failed test whose lines follow.
+    printing: Option<String>,
 }
+
+/// Number of lines of a failed test that are repeated at the end: its reason is in the first ones.
+const MAX_PRINTED: usize = 30;
 
 impl Log {
     fn read(&mut self, line: &str) {
@@ -178,6 +185,13 @@ impl Log {
         let test = result.strip_prefix("test ").and_then(|test| test.rsplit_once(" ... "));
         if let (Some((name, _)), Some(seconds)) = (test, seconds) {
             self.times.push((seconds, name.to_owned()));
+        }
+        if let Some(name) = line.strip_prefix("---- ").and_then(|rest| rest.strip_suffix(" stdout ----")) {
+            self.printing = Some(name.to_owned());
+        } else if line == "failures:" || line.starts_with("test result: ") {
+            self.printing = None;
+        } else if let Some(name) = &self.printing {
+            self.printed.push((name.clone(), line.to_owned()));
         }
         if let Some((name, "FAILED")) = test {
             self.failed.push(name.to_owned());
@@ -192,6 +206,7 @@ impl Log {
     fn and(mut self, other: Log) -> Log {
         self.failed.extend(other.failed);
         self.times.extend(other.times);
+        self.printed.extend(other.printed);
         Log { begun: self.begun + other.begun, ended: self.ended + other.ended, ..self }
     }
 
@@ -200,6 +215,12 @@ impl Log {
         let mut times: Vec<&(f64, String)> = self.times.iter().collect();
         times.sort_by(|one, other| other.0.total_cmp(&one.0));
         times.iter().take(MAX_TIMES).map(|(seconds, name)| format!("{seconds:8.1} s  {name}")).collect()
+    }
+
+    /// The first lines that a test printed.
+    fn printed_by(&self, test: &str) -> impl Iterator<Item = &str> {
+        let lines = self.printed.iter().filter(move |(name, _)| name == test);
+        lines.take(MAX_PRINTED).map(|(_, line)| line.as_str())
     }
 
     /// Whether the failures are few, and no test executable crashed or was not built.
@@ -252,7 +273,11 @@ fn run_tests(test: impl Fn() -> Command, filter: Option<&str>, harness: Harness)
         }
         log = next;
     }
-    log.failed.iter().for_each(|name| println!("test {name} ... FAILED"));
+    // Once more, because a reader may see only the end of a long output.
+    for name in &log.failed {
+        log.printed_by(name).for_each(|line| println!("{line}"));
+        println!("test {name} ... FAILED");
+    }
     let free_mb = shell::free_disk_mb().unwrap_or_default();
     let (count, failed) = (log.failed.len(), log.failed.join(" "));
     bail!("{line}: {count} tests failed, with {free_mb} MiB of free disk space: {failed}")
@@ -335,6 +360,20 @@ mod tests {
         let log = read("test a ... ok <0.015s>\ntest b ... FAILED <12.300s>\ntest c ... ignored\n");
         assert_eq!(log.slowest(), ["    12.3 s  b", "     0.0 s  a"]);
         assert_eq!(log.failed, ["b"]);
+    }
+
+    #[test]
+    fn the_reason_of_a_failure_is_known_at_the_end() {
+        let text = "running 2 tests\n\nfailures:\n\n---- a::b stdout ----\n\nwhy b\n---- a::c stdout ----\nwhy c\n\n\
+                    failures:\n    a::b\n    a::c\n\ntest result: FAILED. 0 passed; 2 failed\nlater\n";
+        let log = read(text);
+        let lines = |test: &str| log.printed_by(test).map(str::to_owned).collect::<Vec<_>>();
+        assert_eq!(
+            (lines("a::b"), lines("a::c")),
+            (vec![String::new(), "why b".into()], vec!["why c".into(), String::new()])
+        );
+        let long = read(&["---- a stdout ----\n", &"line\n".repeat(100)].concat());
+        assert_eq!(long.printed_by("a").count(), super::MAX_PRINTED);
     }
 
     #[test]
