@@ -49,8 +49,8 @@ use crate::{
 const SHORT_PEEK: Duration = Duration::from_millis(250);
 /// The same while no rank does. Each look wakes the collector, which costs more than a look.
 const LONG_PEEK: Duration = Duration::from_millis(500);
-/// The number of new operations of a rank that is many: a part of its ring.
-const MANY_NEW: u64 = ring::op::SLOTS as u64 / 4;
+/// The number of operations or calls since the last look that is many: a part of their table.
+const MANY_NEW: usize = ring::op::SLOTS / 4;
 /// A ring with this number of new operations is read at once. Many small reads cost less than a
 /// large one: their buffers stay in the cache.
 const MANY_UNREAD: u64 = ring::op::SLOTS as u64 / 64;
@@ -67,8 +67,9 @@ pub(crate) struct Sampler {
     settings: MetricsSettings,
     looked_ns: u64,
     peeked_ns: u64,
-    // The largest number of new operations of a rank at the last look.
-    most_new: u64,
+    // The largest number of operations, or of traced calls, of a rank that had ended at the last
+    // look.
+    most_new: usize,
     searched_ns: u64,
     ranks: BTreeMap<RankId, Sampled>,
     // Ranks that have ended and were read to their end.
@@ -223,7 +224,6 @@ impl Sampler {
     /// rings that fill are read in between.
     fn read(&mut self, ranks: Vec<RankView<'_>>, looks: bool, all: bool, now: Now) {
         self.peeked_ns = now.mono_ns;
-        self.most_new = 0;
         let ids: BTreeSet<RankId> = ranks.iter().map(|rank| rank.id).collect();
         self.ranks.retain(|id, _| ids.contains(id));
         self.closed.retain(|id| ids.contains(id));
@@ -238,10 +238,7 @@ impl Sampler {
         for rank in ranks.iter().filter(|rank| !self.closed.contains(&rank.id)) {
             let Some(ring) = rank.ring else { continue };
             let sampled = self.ranks.entry(rank.id).or_default();
-            // A ring that cannot be read is reported below.
-            let new = ring.word(header::OPS).map_or(0, |tickets| sampled.cursor.unread(tickets));
-            self.most_new = self.most_new.max(new);
-            if !(looks || all || rank.has_ended || new >= MANY_UNREAD || sampled.has_many_calls(ring)) {
+            if !(looks || all || rank.has_ended || sampled.fills(ring)) {
                 continue;
             }
             match sampled.read(ring, looks, &self.settings, now, &mut slots) {
@@ -250,6 +247,7 @@ impl Sampler {
                 Err(error) => debug!("rank {} (pid {}): its ring cannot be read: {error}", rank.info.rank, rank.pid),
             }
         }
+        self.most_new = completed.iter().map(|(_, places)| places.len()).max().unwrap_or(0);
         let here = members_here(&living, &self.ranks);
         for (id, stack) in self.interpreters.take_stacks() {
             if let Some(sampled) = self.ranks.get_mut(&id) {
@@ -259,6 +257,7 @@ impl Sampler {
         for (rank, places) in completed {
             let Some(sampled) = self.ranks.get_mut(&rank.id) else { continue };
             if let Some(calls) = rank.ring.and_then(|ring| sampled.read_calls(ring, now).ok()) {
+                self.most_new = self.most_new.max(calls.len());
                 self.timeline.add_calls(rank.id, rank.job, &calls);
                 self.recording.add_calls(rank.id, &calls, now);
             }
@@ -342,10 +341,11 @@ fn members_here(living: &[RankView<'_>], ranks: &BTreeMap<RankId, Sampled>) -> H
 }
 
 impl Sampled {
-    /// Whether the ring has many calls of traced functions that were not read.
-    fn has_many_calls(&self, ring: &RingFile) -> bool {
-        self.is_traced()
-            && ring.word(header::SPANS).is_ok_and(|tickets| self.calls.unread(tickets) >= MANY_UNREAD_CALLS)
+    /// Whether the ring has many operations or calls that were not read.
+    fn fills(&self, ring: &RingFile) -> bool {
+        ring.word(header::OPS).is_ok_and(|tickets| self.cursor.unread(tickets) >= MANY_UNREAD)
+            || self.is_traced()
+                && ring.word(header::SPANS).is_ok_and(|tickets| self.calls.unread(tickets) >= MANY_UNREAD_CALLS)
     }
 
     /// Whether Python functions of the rank are traced, as of the last look.
@@ -611,7 +611,7 @@ fn lock(latest: &Latest) -> MutexGuard<'_, Found> {
 #[cfg(test)]
 mod tests {
     use nix::sys::memfd::{MFdFlags, memfd_create};
-    use xpu_timer_proto::env::Source;
+    use xpu_timer_proto::{env::Source, v1::OpStatus};
 
     use super::*;
 
@@ -629,8 +629,13 @@ mod tests {
         let ring = RingFile::new(file.try_clone().unwrap().into(), 1).unwrap();
         let (job, info) = (JobKey { name: "job".into(), instance: String::new() }, RankInfo::default());
         let view = RankView { id: 1, job: &job, has_ended: false, pid: 0, info: &info, ring: Some(&ring) };
-        let mut interval_after = |tickets: u64| {
-            put(header::OPS, tickets);
+        let mut interval_after = |tickets: usize| {
+            for ticket in 0..tickets {
+                let slot = ring::offset::OPS / 8 + ticket * ring::op::WORDS;
+                put(slot + ring::op::STATUS, OpStatus::Completed as u64);
+                put(slot + ring::op::TICKET, ticket as u64 + 1);
+            }
+            put(header::OPS, tickets as u64);
             sampler.read_all([view].into_iter(), Now::get());
             sampler.peek_interval()
         };

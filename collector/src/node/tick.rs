@@ -256,11 +256,9 @@ fn filter_bits(rank: &Rank, now: Now) -> Option<u32> {
     let bits = found.into_iter().filter(|(holds, _)| *holds).fold(before, |bits, (_, bit)| bits | bit);
     // The result is written before the note that the collector has checked. A ring that cannot be
     // written is the fault of its process.
-    let note = match u64::from(bits) {
-        bits if bits == words[header::FILTERED] => Ok(()),
-        bits => ring.write(header::FILTERED, bits),
-    };
-    let _ = note.and_then(|()| ring.write(header::COLLECTOR_NS, now.mono_ns));
+    let is_noted = words[header::FILTERED] == u64::from(bits);
+    let noted = if is_noted { Ok(()) } else { ring.write(header::FILTERED, u64::from(bits)) };
+    let _ = noted.and_then(|()| ring.write(header::COLLECTOR_NS, now.mono_ns));
     Some(bits)
 }
 

@@ -632,7 +632,7 @@ pub(super) fn entries<const WORDS: usize>(
     start: usize,
     slots: usize,
 ) -> io::Result<Vec<[u64; WORDS]>> {
-    parts(read_at, start, slots, |_| true)
+    read_entries(read_at, start, slots, false)
 }
 
 /// As [`entries`], for a table that is filled in order: behind a part without entries, there are
@@ -642,15 +642,14 @@ pub(super) fn leading_entries<const WORDS: usize>(
     start: usize,
     slots: usize,
 ) -> io::Result<Vec<[u64; WORDS]>> {
-    parts(read_at, start, slots, |is_free| !is_free)
+    read_entries(read_at, start, slots, true)
 }
 
-/// The published entries, as long as `continues` holds for whether a part has none.
-fn parts<const WORDS: usize>(
+fn read_entries<const WORDS: usize>(
     read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>,
     start: usize,
     slots: usize,
-    continues: impl Fn(bool) -> bool,
+    is_filled_in_order: bool,
 ) -> io::Result<Vec<[u64; WORDS]>> {
     let (mut piece, mut again) = ([0; PIECE_BYTES], [0; PIECE_BYTES]);
     let at_once = PIECE_BYTES / 8 / WORDS;
@@ -659,16 +658,15 @@ fn parts<const WORDS: usize>(
         let bytes = at_once.min(slots - first) * WORDS * 8;
         let (at, piece, again) = ((start + first * WORDS * 8) as u64, &mut piece[..bytes], &mut again[..bytes]);
         read_at(at, piece)?;
-        let is_free = entries_of::<WORDS>(piece).all(|entry| entry[0] == 0);
-        if !is_free {
-            read_at(at, again)?;
-            let both = entries_of::<WORDS>(piece).zip(entries_of::<WORDS>(again));
-            let same = both.filter(|(entry, again)| entry[0] != 0 && entry[0] == again[0]);
-            published.extend(same.map(|(entry, _)| entry));
+        if entries_of::<WORDS>(piece).all(|entry| entry[0] == 0) {
+            if is_filled_in_order {
+                break;
+            }
+            continue;
         }
-        if !continues(is_free) {
-            break;
-        }
+        read_at(at, again)?;
+        let both = entries_of::<WORDS>(piece).zip(entries_of::<WORDS>(again));
+        published.extend(both.filter(|(entry, again)| entry[0] != 0 && entry[0] == again[0]).map(|(entry, _)| entry));
     }
     Ok(published)
 }
