@@ -175,8 +175,9 @@ fn inspect_prctl(option: c_ulong, value: c_ulong) {
     }
 }
 
-/// Interposes `syscall` to see calls that install a filter. For every other call it jumps to the
-/// next function with the caller's frame intact, because some calls, such as `clone`, return twice.
+/// Interposes `syscall` to see calls that install a filter, and calls that fork. For every other
+/// call it jumps to the next function with the caller's frame intact, because some calls, such as a
+/// `clone` with a stack of its own, return twice.
 ///
 /// # Safety
 /// See syscall(2).
@@ -189,19 +190,55 @@ pub(crate) unsafe extern "C" fn syscall(number: c_long) -> c_long {
         "je {inspected_syscall}",
         "cmp rdi, {prctl}",
         "je {inspected_syscall}",
+        "cmp rdi, {fork}",
+        "je {forking_syscall}",
+        // A clone that copies the memory and returns on the caller's stack, as fork does.
+        "cmp rdi, {clone}",
+        "jne 2f",
+        "test rsi, {shares_memory}",
+        "jnz 2f",
+        "test rdx, rdx",
+        "jz {forking_syscall}",
+        "2:",
         "mov rax, qword ptr [rip + {next}]",
         "test rax, rax",
         "je {raw_syscall}",
         "jmp rax",
         seccomp = const libc::SYS_seccomp,
         prctl = const libc::SYS_prctl,
+        fork = const libc::SYS_fork,
+        clone = const libc::SYS_clone,
+        shares_memory = const libc::CLONE_VM,
         inspected_syscall = sym inspected_syscall,
+        forking_syscall = sym forking_syscall,
         next = sym NEXT_SYSCALL,
         raw_syscall = sym raw_syscall,
     )
 }
 
 type Syscall = unsafe extern "C" fn(c_long, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong) -> c_long;
+
+/// The next function of this name, which accepts as many arguments as the call has.
+fn next_syscall() -> Syscall {
+    let next = NEXT_SYSCALL.load(Ordering::Relaxed);
+    // SAFETY: a function of this type.
+    if next.is_null() { raw_syscall } else { unsafe { std::mem::transmute::<*mut c_void, Syscall>(next) } }
+}
+
+/// A call of fork(2) by number, or of a clone(2) that does the same. The C library runs no fork
+/// handlers for it.
+unsafe extern "C" fn forking_syscall(
+    number: c_long,
+    first: c_ulong,
+    second: c_ulong,
+    third: c_ulong,
+    fourth: c_ulong,
+    fifth: c_ulong,
+    sixth: c_ulong,
+) -> c_long {
+    // SAFETY: as in `inspected_syscall`. The child returns on its copy of the caller's stack.
+    fork::around_system_call(|| unsafe { next_syscall()(number, first, second, third, fourth, fifth, sixth) })
+}
 
 /// A call of seccomp(2) or prctl(2) by number.
 unsafe extern "C" fn inspected_syscall(
@@ -213,12 +250,9 @@ unsafe extern "C" fn inspected_syscall(
     fifth: c_ulong,
     sixth: c_ulong,
 ) -> c_long {
-    let next = NEXT_SYSCALL.load(Ordering::Relaxed);
-    // SAFETY: the next function of this name, which accepts as many arguments as the call has.
-    let next = if next.is_null() { raw_syscall } else { unsafe { std::mem::transmute::<*mut c_void, Syscall>(next) } };
     // SAFETY: the call gets the caller's arguments. The registers after them hold numbers that it
     // ignores.
-    let call = || unsafe { next(number, first, second, third, fourth, fifth, sixth) };
+    let call = || unsafe { next_syscall()(number, first, second, third, fourth, fifth, sixth) };
     let install = if number == libc::SYS_prctl {
         inspect_prctl(first, second);
         Install::of_prctl(first, second, third)

@@ -1,6 +1,9 @@
 //! Keeps the hook's state correct in children of fork and vfork.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::{
+    ffi::c_long,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use crate::runtime::{
     os::{
@@ -31,6 +34,22 @@ pub(crate) fn watch_forks() {
         // registration fails, the handlers do not run.
         unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork_in_child)) };
     }
+}
+
+/// Makes a system call that forks. It runs no fork handlers, so the child gets no recorder: see
+/// [`sections::is_bare_child`].
+pub(crate) fn around_system_call(fork: impl FnOnce() -> c_long) -> c_long {
+    let errno = thread_state::errno();
+    let saved = errno.get();
+    before_fork();
+    errno.set(saved);
+    let child = fork();
+    if child == 0 {
+        sections::forget_parent()
+    } else {
+        after_fork()
+    }
+    child
 }
 
 extern "C" fn before_fork() {

@@ -23,6 +23,7 @@ use crate::runtime::{
         clock, descriptor, environment,
         process::{IDLE, OFF, PROCESS, ProcessState, RING, SET_UP_IN, STARTING, pid, set_watched},
         seccomp::{self, tsc},
+        sections::{is_bare_child, note_bare_child},
         signals, stderr_text, sys,
         thread_state::in_hook,
     },
@@ -49,10 +50,8 @@ fn start() -> Option<&'static Recorder> {
     if !seccomp::may_call() {
         return None;
     }
-    let set_up_in = SET_UP_IN.load(Ordering::Relaxed);
-    if set_up_in != 0 && set_up_in != pid() {
-        // A child of the bare system call. Locks of the C library may be held by threads that the
-        // child does not have, so the hook stays off.
+    if !OFF.load(Ordering::Relaxed) && is_bare_child() {
+        note_bare_child();
         forget_parent();
         OFF.store(true, Ordering::Relaxed);
     }

@@ -11,8 +11,12 @@ use libloading::os::unix::Library;
 use xpu_timer_proto::family::{FAMILIES, Family};
 
 use crate::runtime::{
-    linker::elf::{self, Object},
-    os::{seccomp, sections::in_linker, sys, thread_state},
+    linker::elf,
+    os::{
+        seccomp,
+        sections::{in_linker, in_query},
+        sys, thread_state,
+    },
 };
 
 /// dlsym, with the hook's library as the caller.
@@ -29,7 +33,7 @@ pub(crate) fn path_of<'a>(address: *mut c_void) -> Option<&'a CStr> {
     // address.
     let mut object: libc::Dl_info = unsafe { std::mem::zeroed() };
     // SAFETY: dladdr takes any address, and writes to a valid place.
-    if unsafe { libc::dladdr(address, &mut object) } == 0 || object.dli_fname.is_null() {
+    if in_query(|| unsafe { libc::dladdr(address, &mut object) }) == 0 || object.dli_fname.is_null() {
         return None;
     }
     // SAFETY: the linker's string, which lives as long as the object.
@@ -47,7 +51,7 @@ pub(crate) fn loaded(soname: &CStr) -> Option<*mut c_void> {
     }
     let name = OsStr::from_bytes(soname.to_bytes_with_nul());
     // SAFETY: RTLD_NOLOAD loads nothing and runs no constructor.
-    let library = unsafe { Library::open(Some(name), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };
+    let library = in_query(|| unsafe { Library::open(Some(name), libc::RTLD_NOLOAD | libc::RTLD_LAZY) });
     library.ok().map(Library::into_raw)
 }
 
@@ -74,7 +78,8 @@ pub(crate) fn loaded_from(path: &CStr) -> Option<*mut c_void> {
     }
 }
 
-fn file_name(path: &CStr) -> &[u8] {
+/// The part of a path after the last slash.
+pub(crate) fn file_name(path: &CStr) -> &[u8] {
     path.to_bytes().rsplit(|byte| *byte == b'/').next().unwrap_or_default()
 }
 
@@ -95,8 +100,9 @@ pub(crate) fn objects() -> Vec<CString> {
 
 /// Calls the C library's dlsym. `Library::get` would call the one that the hook exports.
 pub(crate) fn look_up(handle: *mut c_void, name: &CStr) -> *mut c_void {
+    let dlsym = libc_dlsym();
     // SAFETY: the handle comes from the linker, and the name is a C string.
-    unsafe { libc_dlsym()(handle, name.as_ptr()) }
+    in_query(|| unsafe { dlsym(handle, name.as_ptr()) })
 }
 
 /// The C library's own dlsym. It is read from the symbol table, because every name by which the
@@ -157,20 +163,12 @@ pub(crate) fn forget_linker_error() {
 /// A function of the C library, or of libdl, which was separate until glibc 2.34. Null if there is
 /// none.
 pub(crate) fn exported_by_libc(name: &CStr) -> *mut c_void {
+    // SAFETY: both libraries are at the beginning of the linker's list, which does not change.
     let in_file = |file: &[u8]| {
-        let mut map = elf::first();
-        while !map.is_null() {
-            // SAFETY: the linker's list, whose beginning does not change.
-            let object = unsafe { Object::of(map) }.filter(|object| object.soname() == file);
-            if let Some(found) = object.and_then(|object| object.exported(name)) {
-                return Some(found.address as *mut c_void);
-            }
-            // SAFETY: the linker's list, whose beginning does not change.
-            map = unsafe { (*map).next };
-        }
-        None
+        unsafe { elf::listed() }.filter(|object| object.soname() == file).find_map(|object| object.exported(name))
     };
-    in_file(b"libc.so.6").or_else(|| in_file(b"libdl.so.2")).unwrap_or(std::ptr::null_mut())
+    let found = in_file(b"libc.so.6").or_else(|| in_file(b"libdl.so.2"));
+    found.map_or(std::ptr::null_mut(), |symbol| symbol.address as *mut c_void)
 }
 
 /// Paths of all loaded objects.

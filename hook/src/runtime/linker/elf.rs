@@ -32,6 +32,21 @@ pub(crate) fn first() -> *const LinkMap {
     unsafe { (&raw const _r_debug.first).read_volatile() }
 }
 
+/// The objects of the linker's list, in the order in which they were loaded.
+///
+/// # Safety
+/// No object that the caller looks at is unloaded meanwhile.
+pub(crate) unsafe fn listed() -> impl Iterator<Item = Object> {
+    let following = |map: &*const LinkMap| {
+        // SAFETY: an object of the list.
+        let next = unsafe { (**map).next };
+        (!next.is_null()).then_some(next)
+    };
+    let maps = std::iter::successors(Some(first()).filter(|map| !map.is_null()), following);
+    // SAFETY: by the contract of this function, the object stays in the list.
+    maps.filter_map(|map| unsafe { Object::of(map) })
+}
+
 /// Head of the linker's public `link_map`.
 #[repr(C)]
 pub(crate) struct LinkMap {

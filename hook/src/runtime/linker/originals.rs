@@ -9,12 +9,14 @@ use xpu_timer_proto::family::Library;
 
 use crate::runtime::{
     linker::{
-        dynamic::{self, loaded, loaded_from, look_up, object_of, objects},
+        dynamic::{self, file_name, loaded, loaded_from, look_up, object_of, objects},
+        elf,
         function::{Function, is_wrapper},
     },
     os::{
         environment,
         leaked_once::LeakedOnce,
+        sections::is_bare_child,
         thread_state::{self, in_hook},
     },
 };
@@ -79,6 +81,9 @@ impl Function {
     }
 
     fn search(&self) -> *mut c_void {
+        if is_bare_child() {
+            return self.search_without_linker();
+        }
         if let Some(found) = self.named_library().and_then(|path| self.find_in(loaded_from(path)?)) {
             return found;
         }
@@ -95,6 +100,19 @@ impl Function {
         }
         let host = host_libraries(self.library).into_iter().map(|library| look_up(library, self.name));
         host.into_iter().find(|real| is_original(*real)).unwrap_or(std::ptr::null_mut())
+    }
+
+    /// Finds the original in the linker's list. A thread of the parent may have held the linker's
+    /// lock when it made this child, where nobody releases it. The child has one thread, so the list
+    /// does not change during the search.
+    fn search_without_linker(&self) -> *mut c_void {
+        // SAFETY: there is no other thread that could unload an object.
+        let objects = || unsafe { elf::listed() };
+        let path = self.named_library();
+        let named = objects().filter(|object| path.is_some_and(|path| file_name(path) == file_name(object.path())));
+        let next = objects().skip_while(|object| object.base != elf::own_base()).skip(1);
+        let found = named.chain(next).find_map(|object| object.exported(self.name));
+        found.map_or(std::ptr::null_mut(), |symbol| symbol.address as *mut c_void)
     }
 
     /// The original in a library. For a collective it is the name of the profiling interface, which
@@ -123,7 +141,7 @@ impl Function {
     #[cold]
     fn resolve_for_call(&self) -> *mut c_void {
         let found = self.resolve();
-        if !found.is_null() {
+        if !found.is_null() || is_bare_child() {
             return found;
         }
         let errno = thread_state::errno();

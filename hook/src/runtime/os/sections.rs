@@ -3,12 +3,15 @@
 //! seccomp filter, because it would wait for their locks.
 
 use std::{
-    sync::atomic::{AtomicU32, Ordering, fence},
+    sync::atomic::{AtomicBool, AtomicU32, Ordering, fence},
     thread,
     time::{Duration, Instant},
 };
 
-use crate::runtime::os::{seccomp, sys};
+use crate::runtime::os::{
+    process::{PROCESS, SET_UP_IN, pid},
+    seccomp, sys, thread_state,
+};
 
 /// Number of threads that are forking, and of threads in a section. Each side sets its mark and
 /// then reads the other one, so at least one of them sees the other's mark.
@@ -68,6 +71,17 @@ pub(crate) fn in_linker<R>(section: impl FnOnce() -> R) -> R {
     section()
 }
 
+/// Runs a query that holds the linker's main lock. The C library releases that lock in a forked
+/// child, but not in a child of the bare system call. A thread that forks waits for such queries.
+/// Only the watcher waits for the fork.
+pub(crate) fn in_query<R>(query: impl FnOnce() -> R) -> R {
+    if thread_state::current().is_watcher.get() {
+        return in_linker(query);
+    }
+    let _section = Section::enter(&SECTIONS);
+    query()
+}
+
 /// Runs a section of the watcher that takes locks which the program's threads need too, such as
 /// that of the linker. A thread that waits for a lock makes a system call, which its filter may
 /// forbid. So under a filter the watcher runs no such section.
@@ -105,6 +119,23 @@ pub(crate) fn forget_parent() {
     }
 }
 
+/// Set when a child of the bare system call forgets its parent; see [`is_bare_child`].
+static IS_BARE_CHILD: AtomicBool = AtomicBool::new(false);
+
+/// Whether this is a child of the bare `clone` or `fork` system call of a process that had set the
+/// hook up. No fork handler has run, so locks of the C library and of the linker may be held by
+/// threads that the child does not have. Makes no system call in a process that has a recorder.
+pub(crate) fn is_bare_child() -> bool {
+    let set_up_in = SET_UP_IN.load(Ordering::Relaxed);
+    let is_cleared = || set_up_in != 0 && PROCESS.pid.load(Ordering::Relaxed) == 0;
+    IS_BARE_CHILD.load(Ordering::Relaxed) || is_cleared() && seccomp::may_call() && set_up_in != pid()
+}
+
+/// Records that this is a child of the bare system call.
+pub(crate) fn note_bare_child() {
+    IS_BARE_CHILD.store(true, Ordering::Relaxed);
+}
+
 fn wait_until(is_over: impl Fn() -> bool) {
     for attempt in 0..YIELDS + PAUSES {
         if is_over() {
@@ -120,7 +151,7 @@ fn wait_until(is_over: impl Fn() -> bool) {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{atomic::AtomicBool, mpsc};
+    use std::sync::mpsc;
 
     use super::*;
 

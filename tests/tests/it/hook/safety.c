@@ -74,9 +74,19 @@ static void steady(void) {
     }
 }
 
+/* A clone that no library sees. */
+static pid_t clone_by_instruction(void) {
+    long child;
+    register long child_id __asm__("r10") = 0, storage __asm__("r8") = 0;
+    __asm__ volatile("syscall"
+                     : "=a"(child)
+                     : "a"(SYS_clone), "D"(SIGCHLD), "S"(0), "d"(0), "r"(child_id), "r"(storage)
+                     : "rcx", "r11", "memory");
+    return child;
+}
+
 /* A child that no fork handler hears of, which calls what it must not call. */
-static void bare_fork(int leaves_by_exit) {
-    pid_t child = syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+static void bare_fork(pid_t child, int leaves_by_exit) {
     MUST(child >= 0);
     if (child == 0) {
         for (int index = 0; index < 100; index++) cuLaunchKernel((void *)0x500000, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
@@ -86,6 +96,31 @@ static void bare_fork(int leaves_by_exit) {
     }
     int status;
     MUST(waitpid(child, &status, 0) == child && status == 0);
+}
+
+/* Of a library that is opened late. */
+__attribute__((weak)) int cublasSgemm_v2(void);
+
+static void *opens_blas(void *unused) {
+    MUST(dlopen(path("libcublas.so.12"), RTLD_NOW | RTLD_GLOBAL) != NULL);
+    return unused;
+}
+
+/* Its constructor waits, so the linker's lock is held for as long. */
+static void forks_while_a_library_is_opened(void) {
+    pthread_t opener;
+    MUST(pthread_create(&opener, NULL, opens_blas, NULL) == 0);
+    await("in constructor");
+    pid_t child = clone_by_instruction();
+    MUST(child >= 0);
+    if (child == 0) {
+        alarm(20);
+        _exit(cublasSgemm_v2() != 7);
+    }
+    int status;
+    MUST(waitpid(child, &status, 0) == child && status == 0);
+    say("forked");
+    MUST(pthread_join(opener, NULL) == 0);
 }
 
 static void *cancels_itself(void *unused) {
@@ -209,11 +244,14 @@ int main(int count, char **arguments) {
         }
     }
     if (IS("bare fork")) {
-        bare_fork(0);
-        bare_fork(1);
+        bare_fork(syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0), 0);
+        bare_fork(syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0), 1);
+        bare_fork(syscall(SYS_fork), 1);
+        bare_fork(clone_by_instruction(), 0);
         say("forked");
         await("leave");
     }
+    if (IS("fork in a constructor")) forks_while_a_library_is_opened();
     if (IS("writes nowhere")) writes_nowhere();
     reduce(3);
     if (IS("_exit")) _exit(0);

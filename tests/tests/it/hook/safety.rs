@@ -174,6 +174,28 @@ fn a_child_of_a_raw_fork_does_not_touch_its_parent() {
     assert_eq!((code, record.collectives_launched, said_goodbye), (0, 4, true));
 }
 
+/// The child's first call of a function searches for it, while the linker's lock is held by a
+/// thread that the child does not have.
+#[test]
+fn a_child_of_a_raw_fork_does_not_wait_for_the_linker() {
+    let library = |folder: &Path| {
+        let source = format!(
+            r#"
+            #include <fcntl.h>
+            #include <unistd.h>
+            int cublasSgemm_v2(void) {{ return 7; }}
+            __attribute__((constructor)) static void construct(void) {{
+                close(open("{folder}/in constructor", O_CREAT | O_WRONLY, 0600));
+                while (access("{folder}/forked", F_OK) != 0) usleep(1000);
+            }}"#,
+            folder = folder.display()
+        );
+        compile_c(folder, "libcublas.so.12", &source, &["-fPIC", "-shared", "-Wl,-soname,libcublas.so.12"]);
+    };
+    let (code, record, said_goodbye) = Guest::start_after("fork in a constructor", library).end();
+    assert_eq!((code, record.collectives_launched, said_goodbye), (0, 4, true));
+}
+
 #[test]
 fn threads_are_cancelled_in_host_code_only() {
     let stubs = fs::read_to_string(tree().join("tests/bench/targets/hook_stubs.c")).unwrap();
