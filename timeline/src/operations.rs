@@ -168,7 +168,8 @@ impl Union {
         if !self.is_sorted_apart {
             return self.intervals;
         }
-        self.intervals.sort_unstable();
+        // The intervals are a few ascending runs, which the stable sort merges.
+        self.intervals.sort();
         let mut merged = Union::default();
         self.intervals.into_iter().for_each(|(from, until)| merged.add(from, until));
         merged.intervals

@@ -185,6 +185,80 @@ fn event(out: &mut Vec<u8>, sequence: u64, ns: u64, kind: u64, track: u64, write
     });
 }
 
+/// Bytes of the varint of a time.
+const TIME_BYTES: usize = 9;
+
+/// A time as a varint of a fixed length, which has room for 63 bits.
+#[inline]
+fn fixed_varint(ns: u64) -> [u8; TIME_BYTES] {
+    std::array::from_fn(|index| (ns >> (7 * index)) as u8 & 0x7f | if index < TIME_BYTES - 1 { 0x80 } else { 0 })
+}
+
+/// A packet with a `TrackEvent`, encoded up to its time and its last fields. A trace has eight
+/// events an operation, so they are copied instead of encoded.
+#[derive(Debug, Clone, Default)]
+struct Stamp {
+    packet: Vec<u8>,
+    /// Where the time begins in it.
+    time_at: usize,
+    /// Where the event begins in it.
+    event_at: usize,
+}
+
+impl Stamp {
+    /// Where the packet begins, after its tag and its length.
+    const PACKET_AT: usize = 3;
+
+    /// `fields` are the encoded fields of the event after its type and track.
+    fn new(sequence: u64, kind: u64, track: u64, fields: &[u8]) -> Self {
+        let mut stamp = Stamp { packet: vec![1 << 3 | 2, 0, 0], ..Stamp::default() };
+        let out = &mut stamp.packet;
+        uint(out, packet::SEQUENCE, sequence);
+        uint(out, packet::SEQUENCE_FLAGS, NEEDS_STATE);
+        varint(out, u64::from(packet::TIMESTAMP << 3));
+        stamp.time_at = out.len();
+        out.extend_from_slice(&[0; TIME_BYTES]);
+        varint(out, u64::from(packet::TRACK_EVENT << 3 | 2));
+        out.extend_from_slice(&[0; 2]);
+        stamp.event_at = out.len();
+        uint(out, event::TYPE, kind);
+        uint(out, event::TRACK_UUID, track);
+        out.extend_from_slice(fields);
+        let mut packet = std::mem::take(&mut stamp.packet);
+        stamp.set_lengths(&mut packet);
+        Stamp { packet, ..stamp }
+    }
+
+    /// Writes the event at this time.
+    #[inline]
+    fn write(&self, out: &mut Vec<u8>, ns: u64) {
+        let at = out.len() + self.time_at;
+        out.extend_from_slice(&self.packet);
+        out[at..at + TIME_BYTES].copy_from_slice(&fixed_varint(ns));
+    }
+
+    /// Writes the event at this time with further fields.
+    #[inline]
+    fn write_with(&self, out: &mut Vec<u8>, ns: u64, more: impl FnOnce(&mut Vec<u8>)) {
+        let at = out.len();
+        self.write(out, ns);
+        more(out);
+        self.set_lengths(&mut out[at..]);
+    }
+
+    /// Sets the lengths of the packet and of its event: two bytes of varint each.
+    #[inline]
+    fn set_lengths(&self, packet: &mut [u8]) {
+        let end = packet.len();
+        for from in [Self::PACKET_AT, self.event_at] {
+            let length = end - from;
+            debug_assert!(length < 1 << 14, "texts are interned");
+            packet[from - 2] = length as u8 | 0x80;
+            packet[from - 1] = (length >> 7) as u8;
+        }
+    }
+}
+
 /// An annotation with a number, which is an interned string for `STRING_IID`.
 #[inline]
 fn annotate(out: &mut Vec<u8>, name_iid: u64, field: u32, value: u64) {
@@ -266,9 +340,11 @@ fn intern(out: &mut Vec<u8>, sequence: u64, field: u32, known: &mut HashMap<Stri
 }
 
 /// A track of a rank, and its last slice: slices of one track may be nested but not overlap.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Track {
     uuid: u64,
+    /// The end of a slice.
+    end: Stamp,
     from_ns: u64,
     until_ns: u64,
 }
@@ -296,13 +372,24 @@ struct Template {
     named: Vec<u8>,
     /// The annotations of its slice.
     annotations: Vec<u8>,
-    host: Option<usize>,
-    device: Option<usize>,
+    /// Its slice on the host.
+    host: Option<Begin>,
+    /// Its slice on the device.
+    device: Option<Begin>,
     meaning: Meaning,
     communicator: u64,
     /// Index of the communicator, if its collectives show how long they waited.
     waits_in: Option<usize>,
     flow: Flow,
+}
+
+/// The begin of a slice, with its name.
+struct Begin {
+    /// Index of the track.
+    track: usize,
+    stamp: Stamp,
+    /// The parts of a collective: the wait for its last rank, and the transfer.
+    parts: [Stamp; 2],
 }
 
 /// The flow that joins the slices of several ranks.
@@ -417,7 +504,8 @@ impl<'a> RankTrace<'a> {
 
     fn new_track(&mut self) -> u64 {
         let uuid = (self.sequence << TRACK_BITS) + self.tracks.len() as u64;
-        self.tracks.push(Track { uuid, from_ns: 0, until_ns: 0 });
+        let end = Stamp::new(self.sequence, event::END, uuid, &[]);
+        self.tracks.push(Track { uuid, end, from_ns: 0, until_ns: 0 });
         self.counts.tracks += 1;
         uuid
     }
@@ -494,11 +582,23 @@ impl<'a> RankTrace<'a> {
             Some(_) if meaning.class == Class::Communication => Flow::Collective,
             _ => Flow::None,
         };
+        let parts = ["waiting", "transfer"].map(|name| {
+            let mut named = Vec::new();
+            uint(&mut named, event::NAME_IID, self.name_iid(name));
+            named
+        });
+        let mut begin = |is_host: bool, key: u64, class: Class| {
+            let track = self.track(is_host, key, class);
+            let stamp = |fields: &[u8]| Stamp::new(self.sequence, event::BEGIN, self.tracks[track].uuid, fields);
+            Begin { track, stamp: stamp(&named), parts: parts.each_ref().map(|named| stamp(named)) }
+        };
+        let host = launches.then(|| begin(true, shape.tid.into(), Class::Host));
+        let device = (!is_host).then(|| begin(false, shape.stream, meaning.class));
         Template {
+            host,
+            device,
             named,
             annotations: self.annotations(shape, &meaning, group),
-            host: launches.then(|| self.track(true, shape.tid.into(), Class::Host)),
-            device: (!is_host).then(|| self.track(false, shape.stream, meaning.class)),
             communicator: shape.communicator,
             waits_in: self.job.complete_group(self.rank, shape),
             meaning,
@@ -591,22 +691,19 @@ impl<'a> RankTrace<'a> {
         self.last_ns = self.last_ns.max(returned).max(completed);
         let (out, sequence) = (&mut self.out, self.sequence);
         let launch = mixed(&[sequence, time.ticket]);
-        let is_launch = template.device.is_some();
-        if let (Some(track), true) = (template.host, entered != 0 && time.returned_ns != 0) {
-            let track = &mut self.tracks[track];
+        let is_launched = entered != 0 && time.returned_ns != 0;
+        if let (Some(begin), true) = (&template.host, is_launched) {
+            let track = &mut self.tracks[begin.track];
             let (from, until) = track.fit(entered, returned);
-            event(out, sequence, from, event::BEGIN, track.uuid, |out| {
-                out.extend_from_slice(&template.named);
-                if is_launch {
-                    fixed64(out, event::FLOW_IDS, launch);
-                } else {
-                    out.extend_from_slice(&template.annotations);
-                }
+            begin.stamp.write_with(out, from, |out| match template.device {
+                Some(_) => fixed64(out, event::FLOW_IDS, launch),
+                None => out.extend_from_slice(&template.annotations),
             });
-            event(out, sequence, until, event::END, track.uuid, |_| {});
+            track.end.write(out, until);
             self.counts.slices += 1;
         }
-        let track = &mut self.tracks[template.device?];
+        let begin = template.device.as_ref()?;
+        let track = &mut self.tracks[begin.track];
         if completed == 0 {
             return None;
         }
@@ -615,9 +712,8 @@ impl<'a> RankTrace<'a> {
             .then(|| self.job.last_start(template.waits_in?, time.seq))
             .flatten()
             .map(|last| last.clamp(from, until));
-        event(out, sequence, from, event::BEGIN, track.uuid, |out| {
-            out.extend_from_slice(&template.named);
-            if template.host.is_some() && entered != 0 && time.returned_ns != 0 {
+        begin.stamp.write_with(out, from, |out| {
+            if template.host.is_some() && is_launched {
                 fixed64(out, event::FLOW_IDS, launch);
             }
             match &template.flow {
@@ -639,13 +735,13 @@ impl<'a> RankTrace<'a> {
         });
         let mut slices = 1;
         if let Some(split) = waited_until.filter(|split| *split > from && *split < until) {
-            for (name, from, until) in [("waiting", from, split), ("transfer", split, until)] {
-                event(out, sequence, from, event::BEGIN, track.uuid, |out| bytes(out, event::NAME, name.as_bytes()));
-                event(out, sequence, until, event::END, track.uuid, |_| {});
+            for (part, from, until) in [(&begin.parts[0], from, split), (&begin.parts[1], split, until)] {
+                part.write(out, from);
+                track.end.write(out, until);
             }
             slices += 2;
         }
-        event(out, sequence, until, event::END, track.uuid, |_| {});
+        track.end.write(out, until);
         self.counts.slices += slices;
         Some((template.meaning.class, from, until))
     }
@@ -656,9 +752,9 @@ impl<'a> RankTrace<'a> {
         for operation in &self.rank.head.pending {
             let template = self.template(operation);
             let begin = if operation.started_ns == 0 { operation.entered_ns } else { operation.started_ns };
-            let track = template.device.or(template.host).filter(|_| begin != 0);
-            let Some(track) = track else { continue };
-            event(&mut self.out, self.sequence, self.map.apply(begin), event::BEGIN, self.tracks[track].uuid, |out| {
+            let slice = template.device.as_ref().or(template.host.as_ref()).filter(|_| begin != 0);
+            let Some(Begin { track, .. }) = slice else { continue };
+            event(&mut self.out, self.sequence, self.map.apply(begin), event::BEGIN, self.tracks[*track].uuid, |out| {
                 out.extend_from_slice(&template.named);
                 annotate_text(out, "status", "pending");
                 annotate_uint(out, "seq", operation.seq);

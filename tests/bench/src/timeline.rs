@@ -11,7 +11,11 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow};
-use nix::{sys::stat::Mode, unistd::mkfifo};
+use nix::{
+    fcntl::{FcntlArg, fcntl},
+    sys::stat::Mode,
+    unistd::mkfifo,
+};
 use xpu_timer_tests::{Artifacts, Timelines, tree};
 
 use crate::{
@@ -51,6 +55,9 @@ const MOST_ON_DISK: usize = 2 << 30;
 /// They wait for the disk after each such number of bytes, as any file does that is larger than the
 /// memory.
 const SYNC_BYTES: usize = 256 << 20;
+
+/// Bytes that are read at once.
+const READ_BYTES: usize = 1 << 20;
 
 /// Runs the benchmark. Returns whether all limits hold.
 pub fn run(options: &Options) -> Result<bool> {
@@ -111,6 +118,8 @@ fn generate(command: &Command, output: &Path) -> Result<(u64, u64)> {
     // Until the command has ended there is a writer, so that neither side waits for the other.
     let keeper = File::options().read(true).write(true).open(&pipe)?;
     let mut from = File::open(&pipe)?;
+    // As much as a read takes: the pipe stands for a file, which makes no side wait for the other.
+    fcntl(&from, FcntlArg::F_SETPIPE_SZ(READ_BYTES as i32))?;
     let helper = peak_helper(command)?.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
     let waiter = thread::spawn(move || {
         let ended = helper.wait_with_output();
@@ -142,7 +151,7 @@ fn copy(from: &Path, bytes: u64, to: &Path) -> io::Result<()> {
 
 /// Writes what `read` returns to a file and to its disk. Returns the number of bytes.
 fn write_through(to: &Path, mut read: impl FnMut(&mut [u8]) -> io::Result<usize>) -> io::Result<u64> {
-    let (mut to, mut buffer) = (File::create(to)?, vec![0; 1 << 20]);
+    let (mut to, mut buffer) = (File::create(to)?, vec![0; READ_BYTES]);
     let (mut bytes, mut in_file, mut unsynced) = (0, 0, 0);
     loop {
         let length = read(&mut buffer)?;
