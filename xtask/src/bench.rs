@@ -1,8 +1,10 @@
 //! `cargo xtask bench`: runs the benchmarks. Each is a program of the crate that it measures, built
 //! in the release profile.
 
+use std::process::Command;
+
 use anyhow::{Result, bail};
-use xpu_timer_tests::PACKAGES;
+use xpu_timer_tests::{PACKAGES, tree};
 
 use crate::shell::{self, cargo};
 
@@ -70,36 +72,11 @@ const VIEWER: &[(&str, &[&str])] = &[
 
 pub(crate) fn run(options: &Options) -> Result<()> {
     match &options.what {
-        Bench::Capture { arguments } => {
-            let packages = ["-p", "xpu_timer_bench", "-p", "xpu_timer_capture"];
-            shell::run(cargo(&["build", "--release"]).args(packages))?;
-            let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "capture"];
-            shell::run(cargo(&benchmark).args(arguments))
-        }
-        Bench::Eintr { arguments } => {
-            let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "eintr"];
-            shell::run(cargo(&benchmark).args(arguments))
-        }
-        Bench::Hook { arguments } => {
-            // The programs that its ranks run, above all the hook, are built in the same profile.
-            let packages = PACKAGES.into_iter().chain(["xpu_timer_bench"]).flat_map(|package| ["-p", package]);
-            shell::run(cargo(&["build", "--release"]).args(packages))?;
-            let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "hook"];
-            shell::run(cargo(&benchmark).args(arguments).env("XPU_TIMER_ARTIFACTS", "ready"))
-        }
-        Bench::Cluster { arguments } => {
-            let packages = ["collector", "viewer", "launch", "hook", "bench"].map(|name| format!("xpu_timer_{name}"));
-            let packages = packages.iter().flat_map(|package| ["-p", package]);
-            shell::run(cargo(&["build", "--release"]).args(packages))?;
-            let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "cluster"];
-            shell::run(cargo(&benchmark).args(arguments).env("XPU_TIMER_ARTIFACTS", "ready"))
-        }
-        Bench::Timeline { arguments } => {
-            let packages = ["-p", "xpu_timer_bench", "-p", "xpu_timer_timeline"];
-            shell::run(cargo(&["build", "--release"]).args(packages))?;
-            let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "timeline"];
-            shell::run(cargo(&benchmark).args(arguments))
-        }
+        Bench::Capture { arguments } => run_program("capture", arguments),
+        Bench::Eintr { arguments } => run_program("eintr", arguments),
+        Bench::Hook { arguments } => run_program("hook", arguments),
+        Bench::Cluster { arguments } => run_program("cluster", arguments),
+        Bench::Timeline { arguments } => run_program("timeline", arguments),
         Bench::Viewer => {
             // Check every limit, even if an earlier one does not hold.
             let mut failed = Vec::new();
@@ -118,4 +95,14 @@ pub(crate) fn run(options: &Options) -> Result<()> {
             Ok(())
         }
     }
+}
+
+/// Builds `xpu_timer_bench` and all that it measures, and runs it. `cargo run` would select the
+/// features of their dependencies for it alone, and build most of them again.
+fn run_program(benchmark: &str, arguments: &[String]) -> Result<()> {
+    let target = tree().join("target");
+    let packages = PACKAGES.into_iter().chain(["xpu_timer_bench"]).flat_map(|package| ["-p", package]);
+    shell::run(cargo(&["build", "--release", "--target-dir"]).arg(&target).args(packages))?;
+    let mut program = Command::new(target.join("release/xpu_timer_bench"));
+    shell::run(program.arg(benchmark).args(arguments).current_dir(tree()).env("XPU_TIMER_ARTIFACTS", "ready"))
 }

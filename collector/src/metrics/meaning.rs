@@ -102,19 +102,18 @@ pub(crate) fn collective(
 ) -> Option<(Key, Measurement)> {
     let (first, _) = together.first()?;
     let timed = first.kind() == OpKind::Collective && first.status() == OpStatus::Completed && first.device_ns > 0;
-    let moving = || together.iter().filter(|(_, communicator)| timed && communicator.size > 1);
-    moving().next()?;
-    let bytes_of = |wanted: &dyn Fn(Op) -> bool| -> f64 {
-        let of_kind = moving().filter(|(operation, _)| wanted(operation.op()));
-        of_kind
-            .filter_map(|(operation, communicator)| {
-                bus_bytes(operation.op(), operation.count, operation.dtype(), communicator.size)
-            })
-            .sum()
-    };
+    let (mut sent, mut received, mut others) = (0.0, 0.0, 0.0);
+    for (operation, communicator) in together.iter().filter(|(_, communicator)| timed && communicator.size > 1) {
+        let of_kind = match operation.op() {
+            Op::Send => &mut sent,
+            Op::Recv => &mut received,
+            _ => &mut others,
+        };
+        let bytes = bus_bytes(operation.op(), operation.count, operation.dtype(), communicator.size);
+        *of_kind += bytes.unwrap_or(0.0);
+    }
     // Both directions of a link are used at once, and nccl-tests counts one of them.
-    let exchanged = bytes_of(&|op| op == Op::Send).max(bytes_of(&|op| op == Op::Recv));
-    let bits = (exchanged + bytes_of(&|op| !matches!(op, Op::Send | Op::Recv))) * 8.0;
+    let bits = (f64::max(sent, received) + others) * 8.0;
     let done = Measurement { at_ns: first.completed_ns, us: first.device_ns as f64 / 1e3, amount: bits };
     (bits > 0.0).then(|| (collective_key(first, spans_nodes, &done, settings), done))
 }

@@ -91,9 +91,11 @@ pub fn shared_mappings(pid: i32) -> Result<Vec<Mapping>, Error> {
     const IN_MEMORY: [&str; 2] = ["/dev/shm/", "/dev/zero"];
     let is_device = |path: &str| path.starts_with("/dev/") && !IN_MEMORY.iter().any(|start| path.starts_with(start));
     let shared = |line: &[u8]| {
-        let permissions = Line::split(line)?.words[1].as_bytes();
+        // The permissions come first: few of hundreds of mappings are shared.
+        let permissions = line.split(|byte| *byte == b' ').nth(1)?;
         let is_shared = permissions.get(1) == Some(&b'w') && permissions.get(3) == Some(&b's');
-        parse(line).filter(|mapping| is_shared && mapping.inode != 0 && !is_device(&mapping.path))
+        let mapping = is_shared.then(|| parse(line)).flatten()?;
+        (mapping.inode != 0 && !is_device(&mapping.path)).then_some(mapping)
     };
     let maps = bytes(format!("/proc/{pid}/maps"))?;
     Ok(maps.split(|byte| *byte == b'\n').filter_map(shared).collect())
