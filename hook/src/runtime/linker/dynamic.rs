@@ -163,9 +163,10 @@ pub(crate) fn forget_linker_error() {
 /// A function of the C library, or of libdl, which was separate until glibc 2.34. Null if there is
 /// none.
 pub(crate) fn exported_by_libc(name: &CStr) -> *mut c_void {
-    // SAFETY: both libraries are at the beginning of the linker's list, which does not change.
     let in_file = |file: &[u8]| {
-        unsafe { elf::listed() }.filter(|object| object.soname() == file).find_map(|object| object.exported(name))
+        // SAFETY: both libraries are at the beginning of the linker's list, which does not change.
+        let mut objects = unsafe { elf::listed() }.filter(|object| object.soname() == file);
+        objects.find_map(|object| object.exported(name))
     };
     let found = in_file(b"libc.so.6").or_else(|| in_file(b"libdl.so.2"));
     found.map_or(std::ptr::null_mut(), |symbol| symbol.address as *mut c_void)

@@ -103,8 +103,8 @@ impl Function {
     }
 
     /// Finds the original in the linker's list. A thread of the parent may have held the linker's
-    /// lock when it made this child, where nobody releases it. The child has one thread, so the list
-    /// does not change during the search.
+    /// lock when it made this child, where nobody releases it. The child has one thread, so the
+    /// list does not change during the search.
     fn search_without_linker(&self) -> *mut c_void {
         // SAFETY: there is no other thread that could unload an object.
         let objects = || unsafe { elf::listed() };
