@@ -196,7 +196,7 @@ fn fixed_varint(ns: u64) -> [u8; TIME_BYTES] {
 
 /// A packet with a `TrackEvent`, encoded up to its time and its last fields. A trace has eight
 /// events an operation, so they are copied instead of encoded.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 struct Stamp {
     packet: Vec<u8>,
     /// Where the time begins in it.
@@ -211,22 +211,20 @@ impl Stamp {
 
     /// `fields` are the encoded fields of the event after its type and track.
     fn new(sequence: u64, kind: u64, track: u64, fields: &[u8]) -> Self {
-        let mut stamp = Stamp { packet: vec![1 << 3 | 2, 0, 0], ..Stamp::default() };
-        let out = &mut stamp.packet;
-        uint(out, packet::SEQUENCE, sequence);
-        uint(out, packet::SEQUENCE_FLAGS, NEEDS_STATE);
-        varint(out, u64::from(packet::TIMESTAMP << 3));
-        stamp.time_at = out.len();
-        out.extend_from_slice(&[0; TIME_BYTES]);
-        varint(out, u64::from(packet::TRACK_EVENT << 3 | 2));
-        out.extend_from_slice(&[0; 2]);
-        stamp.event_at = out.len();
-        uint(out, event::TYPE, kind);
-        uint(out, event::TRACK_UUID, track);
-        out.extend_from_slice(fields);
-        let mut packet = std::mem::take(&mut stamp.packet);
-        stamp.set_lengths(&mut packet);
-        Stamp { packet, ..stamp }
+        let mut packet = vec![1 << 3 | 2, 0, 0];
+        uint(&mut packet, packet::SEQUENCE, sequence);
+        uint(&mut packet, packet::SEQUENCE_FLAGS, NEEDS_STATE);
+        varint(&mut packet, u64::from(packet::TIMESTAMP << 3));
+        let time_at = packet.len();
+        packet.extend_from_slice(&[0; TIME_BYTES]);
+        varint(&mut packet, u64::from(packet::TRACK_EVENT << 3 | 2));
+        packet.extend_from_slice(&[0; 2]);
+        let event_at = packet.len();
+        uint(&mut packet, event::TYPE, kind);
+        uint(&mut packet, event::TRACK_UUID, track);
+        packet.extend_from_slice(fields);
+        Self::set_lengths(&mut packet, event_at);
+        Stamp { packet, time_at, event_at }
     }
 
     /// Writes the event at this time.
@@ -243,14 +241,14 @@ impl Stamp {
         let at = out.len();
         self.write(out, ns);
         more(out);
-        self.set_lengths(&mut out[at..]);
+        Self::set_lengths(&mut out[at..], self.event_at);
     }
 
     /// Sets the lengths of the packet and of its event: two bytes of varint each.
     #[inline]
-    fn set_lengths(&self, packet: &mut [u8]) {
+    fn set_lengths(packet: &mut [u8], event_at: usize) {
         let end = packet.len();
-        for from in [Self::PACKET_AT, self.event_at] {
+        for from in [Self::PACKET_AT, event_at] {
             let length = end - from;
             debug_assert!(length < 1 << 14, "texts are interned");
             packet[from - 2] = length as u8 | 0x80;
@@ -378,8 +376,8 @@ struct Template {
     device: Option<Begin>,
     meaning: Meaning,
     communicator: u64,
-    /// Index of the communicator, if its collectives show how long they waited.
-    waits_in: Option<usize>,
+    /// For a collective that shows how long it waited.
+    wait: Option<Wait>,
     flow: Flow,
 }
 
@@ -388,7 +386,13 @@ struct Begin {
     /// Index of the track.
     track: usize,
     stamp: Stamp,
-    /// The parts of a collective: the wait for its last rank, and the transfer.
+}
+
+/// How a collective is divided into the wait for its last rank and the transfer.
+struct Wait {
+    /// Index of its communicator.
+    group: usize,
+    /// The begins of the two parts.
     parts: [Stamp; 2],
 }
 
@@ -547,6 +551,11 @@ impl<'a> RankTrace<'a> {
         self.tracks.len() - 1
     }
 
+    /// The begin of a slice with these fields.
+    fn begin(&self, track: usize, fields: &[u8]) -> Stamp {
+        Stamp::new(self.sequence, event::BEGIN, self.tracks[track].uuid, fields)
+    }
+
     fn name_iid(&mut self, name: &str) -> u64 {
         intern(&mut self.out, self.sequence, interned_data::EVENT_NAMES, &mut self.names, name)
     }
@@ -582,25 +591,27 @@ impl<'a> RankTrace<'a> {
             Some(_) if meaning.class == Class::Communication => Flow::Collective,
             _ => Flow::None,
         };
-        let parts = ["waiting", "transfer"].map(|name| {
-            let mut named = Vec::new();
-            uint(&mut named, event::NAME_IID, self.name_iid(name));
-            named
-        });
         let mut begin = |is_host: bool, key: u64, class: Class| {
             let track = self.track(is_host, key, class);
-            let stamp = |fields: &[u8]| Stamp::new(self.sequence, event::BEGIN, self.tracks[track].uuid, fields);
-            Begin { track, stamp: stamp(&named), parts: parts.each_ref().map(|named| stamp(named)) }
+            Begin { track, stamp: self.begin(track, &named) }
         };
         let host = launches.then(|| begin(true, shape.tid.into(), Class::Host));
         let device = (!is_host).then(|| begin(false, shape.stream, meaning.class));
+        let wait = device.as_ref().zip(self.job.complete_group(self.rank, shape)).map(|(device, group)| {
+            let parts = ["waiting", "transfer"].map(|name| {
+                let mut named = Vec::new();
+                uint(&mut named, event::NAME_IID, self.name_iid(name));
+                self.begin(device.track, &named)
+            });
+            Wait { group, parts }
+        });
         Template {
             host,
             device,
             named,
             annotations: self.annotations(shape, &meaning, group),
             communicator: shape.communicator,
-            waits_in: self.job.complete_group(self.rank, shape),
+            wait,
             meaning,
             flow,
         }
@@ -708,10 +719,8 @@ impl<'a> RankTrace<'a> {
             return None;
         }
         let (from, until) = track.fit(if started == 0 { entered } else { started }, completed);
-        let waited_until = (started != 0)
-            .then(|| self.job.last_start(template.waits_in?, time.seq))
-            .flatten()
-            .map(|last| last.clamp(from, until));
+        let wait = template.wait.as_ref().filter(|_| started != 0);
+        let wait = wait.and_then(|wait| Some((self.job.last_start(wait.group, time.seq)?.clamp(from, until), wait)));
         begin.stamp.write_with(out, from, |out| {
             if template.host.is_some() && is_launched {
                 fixed64(out, event::FLOW_IDS, launch);
@@ -731,11 +740,14 @@ impl<'a> RankTrace<'a> {
                 }
             }
             out.extend_from_slice(&template.annotations);
-            dynamic_annotations(out, template, time, (entered, started), waited_until.map(|until| until - from));
+            dynamic_annotations(out, template, time, (entered, started), wait.map(|(split, _)| split - from));
         });
         let mut slices = 1;
-        if let Some(split) = waited_until.filter(|split| *split > from && *split < until) {
-            for (part, from, until) in [(&begin.parts[0], from, split), (&begin.parts[1], split, until)] {
+        if let Some((split, Wait { parts: [waiting, transfer], .. })) = wait
+            && from < split
+            && split < until
+        {
+            for (part, from, until) in [(waiting, from, split), (transfer, split, until)] {
                 part.write(out, from);
                 track.end.write(out, until);
             }

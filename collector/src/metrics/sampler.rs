@@ -56,8 +56,8 @@ const MANY_NEW: usize = ring::op::SLOTS / 4;
 const MANY_UNREAD: u64 = ring::op::SLOTS as u64 / 64;
 /// The number of new calls of traced functions at which their ring is read at once.
 const MANY_UNREAD_CALLS: u64 = span::SLOTS as u64 / 4;
-/// Slots for which memory is kept from one read to the next: what eight ranks complete in half a
-/// second, twice. With less, each read would allocate the memory again.
+/// Slots for which memory is kept from one read to the next: one whole ring. Eight ranks with 1,000
+/// operations a second each need half of it.
 const KEPT_SLOTS: usize = ring::op::SLOTS;
 /// Number of operations that are handled together. They stay in the nearest cache, and other
 /// programs have filled the others between two reads.
@@ -68,8 +68,8 @@ pub(crate) struct Sampler {
     settings: MetricsSettings,
     looked_ns: u64,
     peeked_ns: u64,
-    // The largest number of operations, or of traced calls, of a rank that had ended at the last
-    // look.
+    // The largest number of operations, or of traced calls, that the last look at a rank found
+    // completed.
     most_new: usize,
     searched_ns: u64,
     ranks: BTreeMap<RankId, Sampled>,

@@ -1,6 +1,6 @@
 //! The interposed `prctl` and `syscall`. They see the program install a seccomp filter, set its own
-//! ptrace permission, or forbid itself the time stamp counter. [`seccomp`] describes what the hook
-//! does then.
+//! ptrace permission, or forbid itself the time stamp counter ([`seccomp`] describes what the hook
+//! does then), and they see it fork without the C library.
 
 use std::{
     ffi::{c_int, c_long, c_ulong, c_void},
@@ -191,14 +191,14 @@ pub(crate) unsafe extern "C" fn syscall(number: c_long) -> c_long {
         "cmp rdi, {prctl}",
         "je {inspected_syscall}",
         "cmp rdi, {fork}",
-        "je {forking_syscall}",
+        "je {inspected_syscall}",
         // A clone that copies the memory and returns on the caller's stack, as fork does.
         "cmp rdi, {clone}",
         "jne 2f",
         "test rsi, {shares_memory}",
         "jnz 2f",
         "test rdx, rdx",
-        "jz {forking_syscall}",
+        "jz {inspected_syscall}",
         "2:",
         "mov rax, qword ptr [rip + {next}]",
         "test rax, rax",
@@ -210,7 +210,6 @@ pub(crate) unsafe extern "C" fn syscall(number: c_long) -> c_long {
         clone = const libc::SYS_clone,
         shares_memory = const libc::CLONE_VM,
         inspected_syscall = sym inspected_syscall,
-        forking_syscall = sym forking_syscall,
         next = sym NEXT_SYSCALL,
         raw_syscall = sym raw_syscall,
     )
@@ -218,29 +217,7 @@ pub(crate) unsafe extern "C" fn syscall(number: c_long) -> c_long {
 
 type Syscall = unsafe extern "C" fn(c_long, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong) -> c_long;
 
-/// The next function of this name, which accepts as many arguments as the call has.
-fn next_syscall() -> Syscall {
-    let next = NEXT_SYSCALL.load(Ordering::Relaxed);
-    // SAFETY: a function of this type.
-    if next.is_null() { raw_syscall } else { unsafe { std::mem::transmute::<*mut c_void, Syscall>(next) } }
-}
-
-/// A call of fork(2) by number, or of a clone(2) that does the same. The C library runs no fork
-/// handlers for it.
-unsafe extern "C" fn forking_syscall(
-    number: c_long,
-    first: c_ulong,
-    second: c_ulong,
-    third: c_ulong,
-    fourth: c_ulong,
-    fifth: c_ulong,
-    sixth: c_ulong,
-) -> c_long {
-    // SAFETY: as in `inspected_syscall`. The child returns on its copy of the caller's stack.
-    fork::around_system_call(|| unsafe { next_syscall()(number, first, second, third, fourth, fifth, sixth) })
-}
-
-/// A call of seccomp(2) or prctl(2) by number.
+/// A call of seccomp(2), prctl(2) or fork(2) by number, or of a clone(2) that does what fork does.
 unsafe extern "C" fn inspected_syscall(
     number: c_long,
     first: c_ulong,
@@ -250,18 +227,25 @@ unsafe extern "C" fn inspected_syscall(
     fifth: c_ulong,
     sixth: c_ulong,
 ) -> c_long {
+    let next = NEXT_SYSCALL.load(Ordering::Relaxed);
+    // SAFETY: the next function of this name, which accepts as many arguments as the call has.
+    let next = if next.is_null() { raw_syscall } else { unsafe { std::mem::transmute::<*mut c_void, Syscall>(next) } };
     // SAFETY: the call gets the caller's arguments. The registers after them hold numbers that it
-    // ignores.
-    let call = || unsafe { next_syscall()(number, first, second, third, fourth, fifth, sixth) };
-    let install = if number == libc::SYS_prctl {
-        inspect_prctl(first, second);
-        Install::of_prctl(first, second, third)
-    } else {
-        if first == 0 {
-            // SECCOMP_SET_MODE_STRICT
-            tsc::forbid();
+    // ignores. A forked child returns on its copy of the caller's stack.
+    let call = || unsafe { next(number, first, second, third, fourth, fifth, sixth) };
+    let install = match number {
+        libc::SYS_fork | libc::SYS_clone => return fork::around_system_call(call),
+        libc::SYS_prctl => {
+            inspect_prctl(first, second);
+            Install::of_prctl(first, second, third)
         }
-        Install::of_seccomp(first, second, third)
+        _ => {
+            if first == 0 {
+                // SECCOMP_SET_MODE_STRICT
+                tsc::forbid();
+            }
+            Install::of_seccomp(first, second, third)
+        }
     };
     match install {
         Some(install) => install.around(call),

@@ -94,8 +94,10 @@ pub fn shared_mappings(pid: i32) -> Result<Vec<Mapping>, Error> {
         // The permissions come first: few of hundreds of mappings are shared.
         let permissions = line.split(|byte| *byte == b' ').nth(1)?;
         let is_shared = permissions.get(1) == Some(&b'w') && permissions.get(3) == Some(&b's');
-        let mapping = is_shared.then(|| parse(line)).flatten()?;
-        (mapping.inode != 0 && !is_device(&mapping.path)).then_some(mapping)
+        if !is_shared {
+            return None;
+        }
+        parse(line).filter(|mapping| mapping.inode != 0 && !is_device(&mapping.path))
     };
     let maps = bytes(format!("/proc/{pid}/maps"))?;
     Ok(maps.split(|byte| *byte == b'\n').filter_map(shared).collect())

@@ -50,11 +50,12 @@ struct Hook {
 pub(crate) fn scan_new_objects() {
     let Ok(mut known) = STATE.try_lock() else { return };
     let known = &mut *known;
-    let mut at = 0;
-    let mut map = elf::first();
-    while !map.is_null() {
+    let mut count = 0;
+    // SAFETY: the list does not change now.
+    for (at, map) in unsafe { elf::maps() }.enumerate() {
+        count = at + 1;
         // SAFETY: an object of the list, which does not change now.
-        let place = (map as usize, unsafe { (*map).base });
+        let place = unsafe { place_of(map) };
         if known.objects.get(at) != Some(&place) {
             known.forget_gone();
             if known.objects.get(at) != Some(&place) {
@@ -67,27 +68,24 @@ pub(crate) fn scan_new_objects() {
                 unsafe { symbol_binding::unbind_weak_references(map) };
             }
         }
-        at += 1;
-        // SAFETY: an object of the list, which does not change now.
-        map = unsafe { (*map).next };
     }
-    if known.objects.len() > at {
+    if known.objects.len() > count {
         known.forget_gone();
     }
+}
+
+/// # Safety
+/// `map` is in the linker's list.
+unsafe fn place_of(map: *const LinkMap) -> LoadedObject {
+    // SAFETY: by the contract of this function.
+    (map as usize, unsafe { (*map).base })
 }
 
 impl ScanState {
     /// Removes unloaded objects, and frees the slots of their functions.
     fn forget_gone(&mut self) {
-        let mut present = Vec::with_capacity(self.objects.len());
-        let mut map = elf::first();
-        while !map.is_null() {
-            // SAFETY: objects of the list, which does not change now.
-            unsafe {
-                present.push((map as usize, (*map).base));
-                map = (*map).next;
-            }
-        }
+        // SAFETY: the list does not change now.
+        let present: Vec<LoadedObject> = unsafe { elf::maps().map(|map| place_of(map)) }.collect();
         self.objects.retain(|place| present.contains(place));
         self.hooks.retain(|hook| {
             let stays = present.contains(&hook.object);

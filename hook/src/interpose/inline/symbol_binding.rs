@@ -60,15 +60,8 @@ pub(crate) unsafe fn bind_deepbind_imports(map: *const LinkMap) {
 
 /// All dependencies of an object, in the order in which the linker searches them.
 fn dependencies(object: &Object) -> Vec<Object> {
-    let mut loaded = Vec::new();
-    let mut map = elf::first();
-    while !map.is_null() {
-        // SAFETY: the linker's list, which does not change now.
-        unsafe {
-            loaded.extend(Object::of(map));
-            map = (*map).next;
-        }
-    }
+    // SAFETY: the linker's list does not change now.
+    let mut loaded: Vec<Object> = unsafe { elf::objects() }.collect();
     let mut wanted: Vec<Vec<u8>> = object.needed().map(|name| name.to_bytes().to_vec()).collect();
     let mut found = Vec::new();
     let mut at = 0;

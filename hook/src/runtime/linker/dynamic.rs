@@ -165,7 +165,7 @@ pub(crate) fn forget_linker_error() {
 pub(crate) fn exported_by_libc(name: &CStr) -> *mut c_void {
     let in_file = |file: &[u8]| {
         // SAFETY: both libraries are at the beginning of the linker's list, which does not change.
-        let mut objects = unsafe { elf::listed() }.filter(|object| object.soname() == file);
+        let mut objects = unsafe { elf::objects() }.filter(|object| object.soname() == file);
         objects.find_map(|object| object.exported(name))
     };
     let found = in_file(b"libc.so.6").or_else(|| in_file(b"libdl.so.2"));

@@ -32,19 +32,23 @@ pub(crate) fn first() -> *const LinkMap {
     unsafe { (&raw const _r_debug.first).read_volatile() }
 }
 
-/// The objects of the linker's list, in the order in which they were loaded.
+/// The linker's list, in the order in which the objects were loaded.
 ///
 /// # Safety
-/// No object that the caller looks at is unloaded meanwhile.
-pub(crate) unsafe fn listed() -> impl Iterator<Item = Object> {
-    let following = |map: &*const LinkMap| {
-        // SAFETY: an object of the list.
-        let next = unsafe { (**map).next };
-        (!next.is_null()).then_some(next)
-    };
-    let maps = std::iter::successors(Some(first()).filter(|map| !map.is_null()), following);
-    // SAFETY: by the contract of this function, the object stays in the list.
-    maps.filter_map(|map| unsafe { Object::of(map) })
+/// No object is unloaded as long as the caller holds it.
+pub(crate) unsafe fn maps() -> impl Iterator<Item = *const LinkMap> {
+    let or_end = |map: *const LinkMap| Some(map).filter(|map| !map.is_null());
+    // SAFETY: by the contract of this function, `map` is in the list.
+    std::iter::successors(or_end(first()), move |map| or_end(unsafe { (**map).next }))
+}
+
+/// The objects of [`maps`] that have symbols.
+///
+/// # Safety
+/// As for [`maps`].
+pub(crate) unsafe fn objects() -> impl Iterator<Item = Object> {
+    // SAFETY: the contract is that of this function.
+    unsafe { maps().filter_map(|map| Object::of(map)) }
 }
 
 /// Head of the linker's public `link_map`.
@@ -415,17 +419,9 @@ mod tests {
 
     /// The C library's object.
     fn libc_object() -> Object {
-        let mut map = first();
-        while !map.is_null() {
-            // SAFETY: the linker's list; nothing is unloaded meanwhile.
-            let object = unsafe { Object::of(map) };
-            if let Some(object) = object.filter(|object| object.soname() == b"libc.so.6") {
-                return object;
-            }
-            // SAFETY: the linker's list; nothing is unloaded meanwhile.
-            map = unsafe { (*map).next };
-        }
-        panic!("no C library");
+        // SAFETY: nothing is unloaded meanwhile.
+        let mut objects = unsafe { objects() };
+        objects.find(|object| object.soname() == b"libc.so.6").expect("the C library")
     }
 
     #[test]

@@ -107,7 +107,7 @@ impl Function {
     /// list does not change during the search.
     fn search_without_linker(&self) -> *mut c_void {
         // SAFETY: there is no other thread that could unload an object.
-        let objects = || unsafe { elf::listed() };
+        let objects = || unsafe { elf::objects() };
         let path = self.named_library();
         let named = objects().filter(|object| path.is_some_and(|path| file_name(path) == file_name(object.path())));
         let next = objects().skip_while(|object| object.base != elf::own_base()).skip(1);

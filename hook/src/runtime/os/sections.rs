@@ -23,7 +23,7 @@ static WATCHER_SECTIONS: AtomicU32 = AtomicU32::new(0);
 
 /// How long the installation of a filter waits for them. A section takes a millisecond, unless the
 /// watcher gets no processor.
-const FILTER_PATIENCE: Duration = Duration::from_millis(500);
+const FILTER_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How often one side yields to the other, and how often it then sleeps for [`PAUSE`]: 10 ms in
 /// all. Harm in a child is better than a host that waits for longer.

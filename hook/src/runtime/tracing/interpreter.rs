@@ -162,18 +162,9 @@ pub(crate) fn find() -> Option<Api> {
 }
 
 fn find_in_list() -> Option<Api> {
-    let mut map = elf::first();
-    while !map.is_null() {
-        // SAFETY: the linker's list, from which nothing is removed meanwhile.
-        let object = unsafe { Object::of(map) };
-        let found = object.filter(|object| object.exported(c"Py_AddPendingCall").is_some());
-        if let Some(api) = found.and_then(|object| Api::of(&object)) {
-            return Some(api);
-        }
-        // SAFETY: an entry of that list, which is not null.
-        map = unsafe { (*map).next };
-    }
-    None
+    // SAFETY: nothing is unloaded meanwhile.
+    let mut pythons = unsafe { elf::objects() }.filter(|object| object.exported(c"Py_AddPendingCall").is_some());
+    pythons.find_map(|object| Api::of(&object))
 }
 
 /// The functions below need the GIL. They leave no exception behind, and return `None` instead.
