@@ -68,23 +68,6 @@ struct EncodedBlock {
     group: Vec<u8>,
 }
 
-impl EncodedBlock {
-    /// The columns that are empty if all their values are 0.
-    fn columns(&mut self) -> [&mut Vec<u8>; 9] {
-        [
-            &mut self.ticket,
-            &mut self.seq,
-            &mut self.entered,
-            &mut self.returned,
-            &mut self.started,
-            &mut self.completed,
-            &mut self.device,
-            &mut self.status,
-            &mut self.group,
-        ]
-    }
-}
-
 /// A [`TimelineChunk`] of such a block.
 #[derive(Clone, PartialEq, prost::Message)]
 struct EncodedChunk {
@@ -132,6 +115,8 @@ impl BlockBuilder {
     pub fn push(&mut self, operation: &Operation) {
         let shape = self.shape(operation);
         let block = &mut self.block;
+        let before = block.operations as usize;
+        let put_signed = |column: &mut Vec<u8>, value: i64| put_signed(column, before, value);
         block.operations += 1;
         put(&mut block.shape, u64::from(shape));
         put_signed(&mut block.ticket, difference(operation.ticket, self.next_ticket));
@@ -176,29 +161,19 @@ impl BlockBuilder {
 
     /// The block. The builder is empty then.
     pub fn finish(&mut self) -> TimelineBlock {
-        let bytes = self.complete().encode_to_vec();
+        let bytes = self.block.encode_to_vec();
         self.clear();
         TimelineBlock::decode(&bytes[..]).expect("it was encoded here")
     }
 
     /// The block as a chunk of a file. The builder is empty then.
     pub fn finish_chunk(&mut self) -> Vec<u8> {
-        let mut chunk = EncodedChunk { block: Some(std::mem::take(self.complete())) };
+        let mut chunk = EncodedChunk { block: Some(std::mem::take(&mut self.block)) };
         let bytes = chunk.encode_length_delimited_to_vec();
         // The next block uses the memory of the columns.
         self.block = chunk.block.take().unwrap_or_default();
         self.clear();
         bytes
-    }
-
-    fn complete(&mut self) -> &mut EncodedBlock {
-        for column in self.block.columns() {
-            // Only the number 0 has no other bytes than 0.
-            if column.iter().all(|byte| *byte == 0) {
-                column.clear();
-            }
-        }
-        &mut self.block
     }
 
     fn clear(&mut self) {
@@ -332,8 +307,15 @@ fn put(column: &mut Vec<u8>, mut value: u64) {
     column.push(value as u8);
 }
 
-/// Appends a number as `sint64` does: numbers near 0 are short.
-fn put_signed(column: &mut Vec<u8>, value: i64) {
+/// Appends a number to a column of `before` numbers as `sint64` does: numbers near 0 are short. A
+/// column is empty as long as all its numbers are 0.
+fn put_signed(column: &mut Vec<u8>, before: usize, value: i64) {
+    if column.is_empty() {
+        if value == 0 {
+            return;
+        }
+        column.resize(before, 0);
+    }
     put(column, (value << 1 ^ value >> 63) as u64);
 }
 

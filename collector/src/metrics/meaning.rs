@@ -7,7 +7,10 @@
 use xpu_timer_analysis::throughput::{
     Algorithm, algorithm, attention_flops, bus_bytes, dtype_name, flops, operation_name,
 };
-use xpu_timer_proto::v1::{Communicator, Op, OpKind, OpStatus, Operation};
+use xpu_timer_proto::{
+    timeline::is_same_text,
+    v1::{Communicator, Op, OpKind, OpStatus, Operation},
+};
 
 use crate::metrics::MetricsSettings;
 
@@ -90,6 +93,58 @@ const NETWORK_GBPS: f64 = 400.0;
 /// A collective up to this size counts as small.
 const SMALL_BITS: f64 = 8192.0;
 
+/// What the collectives of one kind and size have in common. A training loop repeats them, so what
+/// was computed for one is kept for the next.
+#[derive(Debug)]
+pub(crate) struct Transfers {
+    // The place of each follows from its operation and size; the newest stays.
+    known: Vec<Known>,
+}
+
+/// What is known about a collective.
+#[derive(Debug, Clone, Default)]
+struct Known {
+    // Operation, element type, count, and number of ranks; `None` in an unused place.
+    what: Option<(i32, i32, u64, u32)>,
+    kernel: String,
+    // Bytes on the bus.
+    bytes: f64,
+    dtype: &'static str,
+    operation: &'static str,
+    algorithm: Option<Algorithm>,
+}
+
+/// Number of places in [`Transfers`].
+const KNOWN_TRANSFERS: usize = 64;
+
+impl Default for Transfers {
+    fn default() -> Self {
+        Transfers { known: vec![Known::default(); KNOWN_TRANSFERS] }
+    }
+}
+
+impl Transfers {
+    fn of(&mut self, operation: &Operation, ranks: u32) -> &Known {
+        let what = (operation.op, operation.dtype, operation.count, ranks);
+        let mixed = (operation.count ^ (operation.op as u64) << 56 ^ u64::from(ranks) << 32)
+            .wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        let place = (mixed >> 32) as usize % KNOWN_TRANSFERS;
+        let known = &mut self.known[place];
+        if known.what != Some(what) || !is_same_text(&known.kernel, &operation.function) {
+            let (op, dtype) = (operation.op(), operation.dtype());
+            *known = Known {
+                what: Some(what),
+                kernel: operation.function.clone(),
+                bytes: bus_bytes(op, operation.count, dtype, ranks).unwrap_or(0.0),
+                dtype: dtype_name(dtype),
+                operation: operation_name(op),
+                algorithm: algorithm(&operation.function, op),
+            };
+        }
+        known
+    }
+}
+
 /// Series and amount of a completed collective, or of all operations that one launch of NCCL
 /// executes together: the operations of a group on one stream, which share their time.
 /// `spans_nodes` is whether the communicator has ranks on other nodes. `None` if nothing is
@@ -99,8 +154,9 @@ pub(crate) fn collective(
     together: &[(&Operation, &Communicator)],
     spans_nodes: bool,
     settings: &MetricsSettings,
+    transfers: &mut Transfers,
 ) -> Option<(Key, Measurement)> {
-    let (first, _) = together.first()?;
+    let (first, of_first) = together.first()?;
     let timed = first.kind() == OpKind::Collective && first.status() == OpStatus::Completed && first.device_ns > 0;
     let (mut sent, mut received, mut others) = (0.0, 0.0, 0.0);
     for (operation, communicator) in together.iter().filter(|(_, communicator)| timed && communicator.size > 1) {
@@ -109,32 +165,21 @@ pub(crate) fn collective(
             Op::Recv => &mut received,
             _ => &mut others,
         };
-        let bytes = bus_bytes(operation.op(), operation.count, operation.dtype(), communicator.size);
-        *of_kind += bytes.unwrap_or(0.0);
+        *of_kind += transfers.of(operation, communicator.size).bytes;
     }
     // Both directions of a link are used at once, and nccl-tests counts one of them.
     let bits = (f64::max(sent, received) + others) * 8.0;
     let done = Measurement { at_ns: first.completed_ns, us: first.device_ns as f64 / 1e3, amount: bits };
-    (bits > 0.0).then(|| (collective_key(first, spans_nodes, &done, settings), done))
+    (bits > 0.0).then(|| (collective_key(transfers.of(first, of_first.size), spans_nodes, &done, settings), done))
 }
 
-fn collective_key(operation: &Operation, spans_nodes: bool, done: &Measurement, settings: &MetricsSettings) -> Key {
+fn collective_key(known: &Known, spans_nodes: bool, done: &Measurement, settings: &MetricsSettings) -> Key {
     let level = settings.levels.map(|(levels, _)| {
         let gbps = Family::Collective.performance(done.amount, done.us);
         collective_level(gbps, levels)
     });
-    let transfer = Transfer {
-        algorithm: algorithm(&operation.function, operation.op()),
-        spans_nodes,
-        is_small: done.amount <= SMALL_BITS,
-    };
-    Key {
-        family: Family::Collective,
-        dtype: dtype_name(operation.dtype()),
-        operation: operation_name(operation.op()),
-        level,
-        transfer: Some(transfer),
-    }
+    let transfer = Transfer { algorithm: known.algorithm, spans_nodes, is_small: done.amount <= SMALL_BITS };
+    Key { family: Family::Collective, dtype: known.dtype, operation: known.operation, level, transfer: Some(transfer) }
 }
 
 /// Series and amount of a completed matrix product or flash attention.
@@ -222,6 +267,37 @@ mod tests {
 
     fn communicator(size: u32) -> Communicator {
         Communicator { size, ..Default::default() }
+    }
+
+    /// The first collective that is looked at.
+    fn collective(
+        together: &[(&Operation, &Communicator)],
+        spans_nodes: bool,
+        settings: &MetricsSettings,
+    ) -> Option<(Key, Measurement)> {
+        super::collective(together, spans_nodes, settings, &mut Transfers::default())
+    }
+
+    #[test]
+    fn what_is_known_about_one_collective_is_not_used_for_another() {
+        let mut transfers = Transfers::default();
+        let names = ["", "ncclDevKernel_AllReduce_Sum_f16_RING_LL", "ncclDevKernel_AllReduce_Sum_f16_TREE_LL"];
+        let types = [DataType::Float16, DataType::Float32];
+        // More than there are places.
+        for round in 0..3 {
+            for number in 0..10 * KNOWN_TRANSFERS as u64 {
+                let operation = Operation {
+                    op: [Op::AllReduce, Op::AllGather][number as usize % 2].into(),
+                    dtype: types[(number / 2) as usize % 2].into(),
+                    function: names[(number / 4 + round) as usize % 3].into(),
+                    ..all_reduce(number / 12, 10)
+                };
+                let communicator = communicator(2 + number as u32 % 3);
+                let together = [(&operation, &communicator)];
+                let known = super::collective(&together, false, &settings(), &mut transfers);
+                assert_eq!(known, collective(&together, false, &settings()));
+            }
+        }
     }
 
     fn labels(key: &Key) -> String {

@@ -28,7 +28,7 @@ use crate::{
     metrics::{
         MetricsSettings,
         cursor::Cursor,
-        meaning,
+        meaning::{self, Transfers},
         pace::Recorder,
         series::{AllSeries, HostFunctions},
     },
@@ -78,6 +78,7 @@ pub(crate) struct Sampler {
     // Memory of the last read: the slots of all rings, and some operations.
     slots: Vec<Slot>,
     operations: Vec<Operation>,
+    transfers: Transfers,
     /// Whether a request for detail makes ranks report many operations.
     pub expects_many: bool,
     /// The last operations.
@@ -151,6 +152,7 @@ impl Sampler {
             closed: BTreeSet::new(),
             slots: Vec::new(),
             operations: Vec::new(),
+            transfers: Transfers::default(),
             expects_many: false,
             timeline: Store::new(nanoseconds(timeline.window), timeline.bytes),
             recording: Recording::new(timeline),
@@ -271,7 +273,7 @@ impl Sampler {
             let mut first_ns = u64::MAX;
             for batch in batches(&places, &slots) {
                 let operations = sampled.operations(batch.iter().map(|place| &slots[*place]), &mut self.operations);
-                sampled.add(rank, operations, &here, &self.settings, now);
+                sampled.add(rank, operations, &here, &self.settings, &mut self.transfers, now);
                 self.timeline.add(rank.id, rank.job, operations);
                 sampled.stacks.see(operations);
                 self.recording.add(rank.id, rank.info, operations, sampled.known(), now);
@@ -483,6 +485,7 @@ impl Sampled {
         operations: &[Operation],
         here: &HashMap<u64, u32>,
         settings: &MetricsSettings,
+        transfers: &mut Transfers,
         now: Now,
     ) {
         // The members of a group on one stream are one launch.
@@ -509,7 +512,7 @@ impl Sampled {
             };
             self.recorder.add(together, rank.info.world_size, now.mono_ns);
             let spans_nodes = together.iter().any(|(_, communicator)| spans_nodes(rank, communicator, here));
-            if let Some((key, done)) = meaning::collective(together, spans_nodes, settings) {
+            if let Some((key, done)) = meaning::collective(together, spans_nodes, settings, transfers) {
                 self.series.add(key, done, now.mono_ns);
             }
         }

@@ -651,31 +651,41 @@ fn read_entries<const WORDS: usize>(
     slots: usize,
     is_filled_in_order: bool,
 ) -> io::Result<Vec<[u64; WORDS]>> {
-    let (mut piece, mut again) = ([0; PIECE_BYTES], [0; PIECE_BYTES]);
     let at_once = PIECE_BYTES / 8 / WORDS;
+    let mut piece = vec![[0; WORDS]; at_once.min(slots)];
+    let mut again = piece.clone();
     let mut published = Vec::new();
     for first in (0..slots).step_by(at_once) {
-        let bytes = at_once.min(slots - first) * WORDS * 8;
-        let (at, piece, again) = ((start + first * WORDS * 8) as u64, &mut piece[..bytes], &mut again[..bytes]);
-        read_at(at, piece)?;
-        if entries_of::<WORDS>(piece).all(|entry| entry[0] == 0) {
+        let count = at_once.min(slots - first);
+        let (at, piece, again) = (start + first * WORDS * 8, &mut piece[..count], &mut again[..count]);
+        read_into(read_at, at, piece)?;
+        if piece.iter().all(|entry| entry[0] == 0) {
             if is_filled_in_order {
                 break;
             }
             continue;
         }
-        read_at(at, again)?;
-        let both = entries_of::<WORDS>(piece).zip(entries_of::<WORDS>(again));
-        published.extend(both.filter(|(entry, again)| entry[0] != 0 && entry[0] == again[0]).map(|(entry, _)| entry));
+        read_into(read_at, at, again)?;
+        let both = piece.iter().zip(again.iter());
+        published.extend(both.filter(|(entry, again)| entry[0] != 0 && entry[0] == again[0]).map(|(entry, _)| *entry));
     }
     Ok(published)
 }
 
-/// The entries in the bytes of a table.
-pub(super) fn entries_of<const WORDS: usize>(bytes: &[u8]) -> impl Iterator<Item = [u64; WORDS]> + '_ {
-    let (words, _) = bytes.as_chunks::<8>();
-    let (entries, _) = words.as_chunks::<WORDS>();
-    entries.iter().map(|words| words.map(u64::from_le_bytes))
+/// Fills words, or entries of several words, from a byte offset.
+pub(super) fn read_into<T: bytemuck::Pod>(
+    read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>,
+    start: usize,
+    target: &mut [T],
+) -> io::Result<()> {
+    // A ring is read on the machine that writes it, so its words have the byte order of this one.
+    read_at(start as u64, bytemuck::cast_slice_mut(target))
+}
+
+pub(super) fn read_word(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>, start: usize) -> io::Result<u64> {
+    let mut word = [0];
+    read_into(read_at, start, &mut word)?;
+    Ok(word[0])
 }
 
 pub(super) fn read_words(
@@ -683,19 +693,21 @@ pub(super) fn read_words(
     start: usize,
     words: usize,
 ) -> io::Result<Vec<u64>> {
-    let mut bytes = vec![0; words * 8];
-    read_at(start as u64, &mut bytes)?;
-    Ok(bytes.chunks_exact(8).map(|chunk| u64::from_le_bytes(chunk.try_into().expect("chunks have 8 bytes"))).collect())
+    let mut words = vec![0; words];
+    read_into(read_at, start, &mut words)?;
+    Ok(words)
 }
 
+/// The text in words, up to a zero byte.
 pub(super) fn text(words: &[u64]) -> String {
-    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).take_while(|byte| *byte != 0).collect();
-    String::from_utf8_lossy(&bytes).into_owned()
+    let bytes: &[u8] = bytemuck::cast_slice(words);
+    let text = bytes.split(|byte| *byte == 0).next().unwrap_or_default();
+    String::from_utf8_lossy(text).into_owned()
 }
 
 /// The texts in words that end each text with a zero byte.
 pub(super) fn texts(words: &[u64]) -> Vec<String> {
-    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+    let bytes: &[u8] = bytemuck::cast_slice(words);
     let texts = bytes.split(|byte| *byte == 0).take_while(|text| !text.is_empty());
     texts.map(|text| String::from_utf8_lossy(text).into_owned()).collect()
 }

@@ -4,8 +4,9 @@ use std::{collections::HashMap, io};
 
 use super::lane;
 use super::layout::{
-    MAGIC, VERSION, WATCHER_CALLS, comm, copy, coverage, dimensions, entries, entries_of, fault, header, high, launch,
-    leading_entries, low, matmul, name, offset, op, read_words, stack, stderr, store_wait, stream, text, texts,
+    MAGIC, VERSION, WATCHER_CALLS, comm, copy, coverage, dimensions, entries, fault, header, high, launch,
+    leading_entries, low, matmul, name, offset, op, read_into, read_word, read_words, stack, stderr, store_wait,
+    stream, text, texts,
 };
 use crate::v1::{
     Communicator, CommunicatorState, CopyDirection, DataType, FlightRecord, HookHealth, HookedFunction, KernelLaunches,
@@ -30,7 +31,7 @@ pub fn read_header(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Re
 /// The header, and the lanes, which are already added to it.
 fn read_head(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<([u64; header::WORDS], lane::Totals)> {
     let mut words = [0; header::WORDS];
-    words.copy_from_slice(&read_words(read_at, 0, header::WORDS)?);
+    read_into(read_at, 0, &mut words)?;
     if words[header::MAGIC] != MAGIC || words[header::VERSION] != u64::from(VERSION) {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
@@ -65,9 +66,6 @@ pub fn read_progress(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::
     Ok(Progress { called_ns: head[header::LAST_LAUNCH_NS], completed_ns })
 }
 
-/// Number of slots that are read with one call.
-const SLOTS_AT_ONCE: usize = 64;
-
 /// Appends the slots of the tickets `from..from + count` to `slots`, in ticket order and at most
 /// all slots of the ring. A slot may contain another ticket: it is not published yet, was never
 /// used (the slot was still in use, or the thread launched nothing more), or was reused. The ticket
@@ -84,23 +82,18 @@ pub fn read_slots(
     let begin = slots.len();
     let (first, count) = (from as usize % op::SLOTS, count.min(op::SLOTS));
     let until_end = count.min(op::SLOTS - first);
-    slots.reserve(count);
-    for (first, count) in [(first, until_end), (0, count - until_end)] {
-        for place in (first..first + count).step_by(SLOTS_AT_ONCE) {
-            let mut bytes = [0; SLOTS_AT_ONCE * op::WORDS * 8];
-            let bytes = &mut bytes[..SLOTS_AT_ONCE.min(first + count - place) * op::WORDS * 8];
-            read_at(slot_offset(place), bytes)?;
-            slots.extend(entries_of::<{ op::WORDS }>(bytes));
-        }
-    }
+    slots.resize(begin + count, [0; op::WORDS]);
+    let (before_end, from_begin) = slots[begin..].split_at_mut(until_end);
+    read_into(&read_at, slot_offset(first), before_end)?;
+    read_into(&read_at, slot_offset(0), from_begin)?;
     // A slot is reused only after the ticket that is a whole table later was taken. The other slots
     // cannot have changed.
-    let tickets = read_word(&read_at, header::OPS as u64 * 8)?;
+    let tickets = read_word(&read_at, header::OPS * 8)?;
     for words in &mut slots[begin..] {
         let ticket = words[op::TICKET];
         if ticket != 0 && tickets.saturating_sub(ticket - 1) > op::SLOTS as u64 {
             let place = (ticket - 1) as usize % op::SLOTS;
-            if read_word(&read_at, slot_offset(place) + op::TICKET as u64 * 8)? != ticket {
+            if read_word(&read_at, slot_offset(place) + op::TICKET * 8)? != ticket {
                 words[op::TICKET] = 0;
             }
         }
@@ -108,14 +101,8 @@ pub fn read_slots(
     Ok(())
 }
 
-fn slot_offset(place: usize) -> u64 {
-    (offset::OPS + place * op::WORDS * 8) as u64
-}
-
-fn read_word(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>, at: u64) -> io::Result<u64> {
-    let mut bytes = [0; 8];
-    read_at(at, &mut bytes)?;
-    Ok(u64::from_le_bytes(bytes))
+fn slot_offset(place: usize) -> usize {
+    offset::OPS + place * op::WORDS * 8
 }
 
 /// Reads the names of kernels and functions, by their key.

@@ -6,7 +6,7 @@
 
 use std::io;
 
-use super::layout::{entries, entries_of, header, high, low, offset, text};
+use super::layout::{entries, header, high, low, offset, read_into, read_word, text};
 use crate::v1::{GarbageCollection, Op, OpKind, OpStatus, Operation};
 
 pub use super::layout::span::*;
@@ -65,12 +65,11 @@ impl SpanCursor {
         while self.next < taken {
             let first = self.next as usize % SLOTS;
             let count = (taken - self.next).min((SLOTS - first) as u64) as usize;
-            let mut bytes = vec![0; count * WORDS * 8];
-            let at = (offset::SPANS + first * WORDS * 8) as u64;
-            read_at(at, &mut bytes)?;
+            let mut entries = vec![[0; WORDS]; count];
+            read_into(&read_at, offset::SPANS + first * WORDS * 8, &mut entries)?;
             // Entries that were overwritten meanwhile may be torn.
             let overwritten = read_taken(&read_at)?.saturating_sub(SLOTS as u64);
-            for words in entries_of::<WORDS>(&bytes) {
+            for words in entries {
                 if words[TICKET] == 0 && self.next >= overwritten {
                     return Ok(spans);
                 }
@@ -93,9 +92,7 @@ impl SpanCursor {
 }
 
 fn read_taken(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<u64> {
-    let mut bytes = [0; 8];
-    read_at(header::SPANS as u64 * 8, &mut bytes)?;
-    Ok(u64::from_le_bytes(bytes))
+    read_word(read_at, header::SPANS * 8)
 }
 
 fn span(words: &[u64; WORDS], functions: &[TracedFunction]) -> Operation {

@@ -57,11 +57,7 @@ const MB: f64 = 1e6;
 pub fn run(options: &Options) -> Result<bool> {
     let parts = if options.parts.is_empty() { &PARTS[..] } else { &options.parts[..] };
     let tools = Tools::set_up()?;
-    let mut report = Report::new();
-    report.section("Machine");
-    let cores = std::thread::available_parallelism()?;
-    let kernel = nix::sys::utsname::uname()?;
-    report.note("cores, kernel", format!("{cores}, {}", kernel.release().to_string_lossy()));
+    let mut report = Report::of_this_machine()?;
     report.note("compared with", tools.versions());
     for part in parts {
         let title = match part {

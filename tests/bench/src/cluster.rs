@@ -71,9 +71,7 @@ const MOST_TIMELINES: usize = 32;
 pub fn run(options: &Options) -> Result<bool> {
     let artifacts = Artifacts::beside_this_executable()?;
     let collector = options.collector.clone().unwrap_or_else(|| artifacts.bin("xpu_timer_collector"));
-    let mut report = Report::new();
-    report.section("Machine");
-    report.note("load average of the machine", fs::read_to_string("/proc/loadavg")?.trim());
+    let mut report = Report::of_this_machine()?;
     allow_descriptors(options.few.max(options.many))?;
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
     let few = section(&mut report, options.few, runtime.block_on(measure(&collector, options.few)), false);

@@ -88,7 +88,7 @@ pub fn run(options: &Options) -> Result<bool> {
     let artifacts = Artifacts::beside_this_executable()?;
     artifacts.link_sim()?;
     let bench = Bench::set_up(&artifacts)?;
-    let mut report = Report::new();
+    let mut report = Report::of_this_machine()?;
     for part in if options.parts.is_empty() { &PARTS[..] } else { &options.parts[..] } {
         match part {
             Part::Calls => {

@@ -4,12 +4,15 @@
 use std::{
     fmt::Write,
     fs,
+    hint::black_box,
+    iter,
     path::Path,
+    thread,
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result};
-use nix::{time::ClockId, unistd::Pid};
+use nix::{sys::utsname::uname, time::ClockId, unistd::Pid};
 use xpu_timer_proto::procfs;
 
 /// One measured figure.
@@ -32,8 +35,20 @@ const MARKS: [&str; 2] = ["<!-- begin: written by the command above -->", "<!-- 
 
 impl Report {
     /// An empty report, in which every limit holds.
-    pub fn new() -> Self {
+    fn new() -> Self {
         Report { sections: Vec::new(), all_hold: true }
+    }
+
+    /// A report that begins with the machine and its speed, so that the figures of two reports can
+    /// be compared.
+    pub fn of_this_machine() -> Result<Self> {
+        let mut report = Report::new();
+        report.section("Machine");
+        let (cores, kernel) = (thread::available_parallelism()?, uname()?);
+        report.note("cores, kernel", format!("{cores}, {}", kernel.release().to_string_lossy()));
+        report.note("load average", fs::read_to_string("/proc/loadavg")?.trim());
+        report.note("time to sort a million numbers", ms(reference_time()));
+        Ok(report)
     }
 
     /// Starts a section and prints its title.
@@ -125,6 +140,18 @@ pub fn time<T>(run: impl FnOnce() -> T) -> (Duration, T) {
     let start = Instant::now();
     let result = run();
     (start.elapsed(), result)
+}
+
+/// The time of a computation that is the same on every machine.
+fn reference_time() -> Duration {
+    const REPETITIONS: usize = 5;
+    let numbers =
+        || iter::successors(Some(1_u64), |number| Some(number.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1)));
+    let sort = |_| {
+        let mut numbers: Vec<u64> = numbers().take(1_000_000).collect();
+        time(|| black_box(&mut numbers).sort_unstable()).0
+    };
+    median((0..REPETITIONS).map(sort).collect())
 }
 
 /// Peak of the resident memory of a process.

@@ -247,7 +247,7 @@ pub fn eintr(options: &EintrOptions) -> Result<bool> {
     process.signal(Signal::SIGTERM);
     process.wait(PATIENCE);
     ensure!(!counts.is_empty(), "the program counted nothing: {stdout}");
-    let mut report = Report::new();
+    let mut report = Report::of_this_machine()?;
     report.section("The system calls of a captured process");
     report.note("captures", options.captures.to_string());
     report.note("stacks of threads that slept", slept.to_string());

@@ -93,9 +93,8 @@ pub fn run(options: &Options) -> Result<bool> {
     }
     let (traced, copied): (Duration, Duration) = (median(traced), median(copied));
 
-    let mut report = Report::new();
+    let mut report = Report::of_this_machine()?;
     report.section(&format!("Trace of {} ranks with {} operations each", options.ranks, options.operations));
-    report.note("load average of the machine", fs::read_to_string("/proc/loadavg")?.trim());
     report.note("size of the trace", format!("{:.2} GB", bytes as f64 / 1e9));
     report.note("time to copy it", ms(copied));
     report.note("time to make it", ms(traced));
