@@ -20,7 +20,7 @@ pub use maps::{Mapping, SharedObject, mapped_files, mapped_pages, maps, shared_m
 pub use mounts::{Mount, device_of_mount, file_system_type, mounts, parse_mounts};
 pub use sockets::{LISTEN, MAX_FILES, SOCKET, TcpSocket, find_tcp_socket, inode_of};
 pub use status::{
-    EffectiveCredentials, SeccompFilters, Stat, Status, TICK_NS, effective_credentials, pid_of_thread, stat,
+    EffectiveCredentials, Stat, Status, TICK_NS, effective_credentials, pid_of_thread, seccomp_filters, stat,
     state_text, status, status_text, thread_stat, ticks_to_ns,
 };
 pub use thread::{Schedstat, Schedule, Syscall, kernel_stack, schedstat, syscall, wchan};

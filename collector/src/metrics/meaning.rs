@@ -93,18 +93,17 @@ const NETWORK_GBPS: f64 = 400.0;
 /// A collective up to this size counts as small.
 const SMALL_BITS: f64 = 8192.0;
 
-/// What the collectives of one kind and size have in common. A training loop repeats them, so what
-/// was computed for one is kept for the next.
+/// Remembers what was computed for a collective, because a training loop repeats its collectives.
 #[derive(Debug)]
 pub(crate) struct Transfers {
-    // The place of each follows from its operation and size; the newest stays.
+    // By a hash of operation and size. Of two collectives with one hash, the newer stays.
     known: Vec<Known>,
 }
 
-/// What is known about a collective.
+/// What follows from the operation, size and kernel of a collective.
 #[derive(Debug, Clone, Default)]
 struct Known {
-    // Operation, element type, count, and number of ranks; `None` in an unused place.
+    // Operation, element type, count, and number of ranks; `None` in an unused entry.
     what: Option<(i32, i32, u64, u32)>,
     kernel: String,
     // Bytes on the bus.
@@ -114,7 +113,7 @@ struct Known {
     algorithm: Option<Algorithm>,
 }
 
-/// Number of places in [`Transfers`].
+/// Number of collectives in [`Transfers`].
 const KNOWN_TRANSFERS: usize = 64;
 
 impl Default for Transfers {
@@ -128,8 +127,7 @@ impl Transfers {
         let what = (operation.op, operation.dtype, operation.count, ranks);
         let mixed = (operation.count ^ (operation.op as u64) << 56 ^ u64::from(ranks) << 32)
             .wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let place = (mixed >> 32) as usize % KNOWN_TRANSFERS;
-        let known = &mut self.known[place];
+        let known = &mut self.known[(mixed >> 32) as usize % KNOWN_TRANSFERS];
         if known.what != Some(what) || !is_same_text(&known.kernel, &operation.function) {
             let (op, dtype) = (operation.op(), operation.dtype());
             *known = Known {
@@ -147,8 +145,8 @@ impl Transfers {
 
 /// Series and amount of a completed collective, or of all operations that one launch of NCCL
 /// executes together: the operations of a group on one stream, which share their time.
-/// `spans_nodes` is whether the communicator has ranks on other nodes. `None` if nothing is
-/// transferred or there is no timing.
+/// `spans_nodes` is whether the communicator has ranks on other nodes. `transfers` remembers
+/// collectives from one call to the next. `None` if nothing is transferred or there is no timing.
 #[must_use]
 pub(crate) fn collective(
     together: &[(&Operation, &Communicator)],
@@ -269,7 +267,7 @@ mod tests {
         Communicator { size, ..Default::default() }
     }
 
-    /// The first collective that is looked at.
+    /// Without a memory of earlier collectives.
     fn collective(
         together: &[(&Operation, &Communicator)],
         spans_nodes: bool,
@@ -283,7 +281,7 @@ mod tests {
         let mut transfers = Transfers::default();
         let names = ["", "ncclDevKernel_AllReduce_Sum_f16_RING_LL", "ncclDevKernel_AllReduce_Sum_f16_TREE_LL"];
         let types = [DataType::Float16, DataType::Float32];
-        // More than there are places.
+        // More than it remembers.
         for round in 0..3 {
             for number in 0..10 * KNOWN_TRANSFERS as u64 {
                 let operation = Operation {

@@ -2,10 +2,7 @@
 
 use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
-use xpu_timer_proto::{
-    procfs::{self, SeccompFilters},
-    ring::header,
-};
+use xpu_timer_proto::{procfs, ring::header};
 
 use crate::{
     client::webhook::Webhook,
@@ -39,15 +36,6 @@ use crate::{
 
 /// The event loop turns at least once in this time.
 pub(crate) const TICK: Duration = Duration::from_secs(1);
-
-/// The system call filters of a rank, as of the last check.
-#[derive(Debug, Default)]
-pub(super) struct KnownFilters {
-    /// As in [`header::FILTERED`].
-    pub bits: u32,
-    /// Those of its threads.
-    pub filters: SeccompFilters,
-}
 
 /// The state of a node collector.
 pub(super) struct NodeState {
@@ -110,7 +98,7 @@ pub(super) struct NodeState {
     pub(super) verdict_actions: VerdictActions,
     /// The exit plugins that run.
     pub(super) plugins: Arc<RunningPlugins>,
-    pub(super) filtered: BTreeMap<RankId, KnownFilters>,
+    pub(super) filtered: BTreeMap<RankId, u32>,
     // Time of the loop's last turn.
     pub(super) turned_ns: u64,
 }

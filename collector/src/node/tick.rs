@@ -9,8 +9,7 @@ use std::{
 use tracing::warn;
 use xpu_timer_analysis::stragglers;
 use xpu_timer_proto::{
-    WATCHER_THREAD, codec,
-    procfs::{self, SeccompFilters},
+    WATCHER_THREAD, codec, procfs,
     ring::{self, filtered, header},
     v1::{Paces, RankPace},
 };
@@ -213,9 +212,8 @@ impl NodeState {
     pub(super) fn check_filters(&mut self, ids: impl IntoIterator<Item = RankId>, now: Now) {
         for id in ids {
             let Some(rank) = self.registry.get(id) else { continue };
-            let known = self.filtered.entry(id).or_default();
-            let Some(bits) = filter_bits(rank, &mut known.filters, now) else { continue };
-            if bits & !std::mem::replace(&mut known.bits, bits) != 0 {
+            let Some(bits) = filter_bits(rank, now) else { continue };
+            if bits & !self.filtered.insert(id, bits).unwrap_or(0) != 0 {
                 let what = match bits & filtered::WATCHER {
                     0 => "its threads make no system call for the hook",
                     _ => "its hook stops reporting, so only its peers show a hang of this rank",
@@ -227,21 +225,21 @@ impl NodeState {
 
     /// Whether a system call filter is a reason for the watcher of this rank to stand still.
     pub(super) fn watcher_is_filtered(&self, id: RankId) -> bool {
-        self.filtered.get(&id).is_some_and(|known| known.bits & filtered::WATCHER != 0)
+        self.filtered.get(&id).is_some_and(|bits| bits & filtered::WATCHER != 0)
     }
 }
 
 /// The filter bits of a rank; `None` when this collector cannot see the process or its ring.
-fn filter_bits(rank: &Rank, filters: &mut SeccompFilters, now: Now) -> Option<u32> {
+fn filter_bits(rank: &Rank, now: Now) -> Option<u32> {
     let process = rank.process.as_ref().filter(|process| !process.is_dead())?;
     let ring = rank.ring.as_ref()?;
     let read = |offset: u64, buffer: &mut [u8]| ring.read_at(offset, buffer);
     let words = ring.header().ok()?;
     let at_load = words[header::FILTERS_AT_LOAD];
-    let mut grew = |tid: u64| {
+    let grew = |tid: u64| {
         // A ring holds thread ids of the process's own namespace. A thread that is not visible
         // under its id here adds nothing.
-        let filters = i32::try_from(tid).map_or(0, |tid| filters.of(process.pid, tid));
+        let filters = i32::try_from(tid).map_or(0, |tid| procfs::seccomp_filters(process.pid, tid));
         u64::from(filters) > at_load
     };
     let before = words[header::FILTERS_SEEN] as u32 | words[header::FILTERED] as u32;
@@ -250,7 +248,7 @@ fn filter_bits(rank: &Rank, filters: &mut SeccompFilters, now: Now) -> Option<u3
     owners.sort_unstable();
     owners.dedup();
     // A filter stays in force even after its thread has ended.
-    let program = before & filtered::PROGRAM != 0 || owners.into_iter().any(&mut grew);
+    let program = before & filtered::PROGRAM != 0 || owners.into_iter().any(grew);
     // A filter may also end the watcher before anybody reads its status.
     let is_ended = || program && words[header::GOODBYE] == 0 && !has_watcher(process.pid);
     let watcher = words[header::WATCHER_TID] != 0 && (grew(words[header::WATCHER_TID]) || is_ended());

@@ -71,7 +71,7 @@ pub(super) fn numbers(path: String) -> Result<impl Iterator<Item = i32>, Error> 
 }
 
 /// Buffer size: room for the status of a thread in deeply nested namespaces.
-pub(super) const READ_BYTES: usize = 8 << 10;
+const READ_BYTES: usize = 8 << 10;
 
 /// Reads one of the files of a thread in a single read, which the kernel fills consistently. A
 /// longer file is cut.

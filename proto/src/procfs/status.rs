@@ -1,10 +1,10 @@
 //! `/proc/PID/stat` and `/proc/PID/status` of processes and threads.
 
-use std::{collections::BTreeMap, fmt::Display, fs::File, io, os::unix::fs::FileExt};
+use std::{fmt::Display, io};
 
 use crate::ring;
 
-use super::files::{Error, READ_BYTES, field, read_task, task, text};
+use super::files::{Error, field, read_task, text};
 
 /// Fields of `/proc/PID/stat`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -163,36 +163,10 @@ pub fn status_text(process: impl Display) -> Result<String, Error> {
     text(format!("/proc/{process}/status"))
 }
 
-/// The numbers of seccomp filters of the threads of one process, for a reader that asks again and
-/// again. Files stay open, because opening one takes almost as long as reading it.
-#[derive(Debug, Default)]
-pub struct SeccompFilters {
-    files: BTreeMap<i32, File>,
-}
-
-/// Maximum number of open files of one process.
-const MAX_OPEN: usize = 4;
-
-impl SeccompFilters {
-    /// The number of filters of a thread of `pid`; 0 if there is no such thread.
-    pub fn of(&mut self, pid: i32, tid: i32) -> u32 {
-        let count = |file: &File| {
-            let mut status = [0; READ_BYTES];
-            let length = file.read_at(&mut status, 0).ok()?;
-            Some(ring::filters(&status[..length]))
-        };
-        if let Some(filters) = self.files.get(&tid).and_then(count) {
-            return filters;
-        }
-        // Its thread has ended. Another one may have the id now.
-        self.files.remove(&tid);
-        let Ok(file) = File::open(task(pid, tid, "status")) else { return 0 };
-        let filters = count(&file).unwrap_or(0);
-        if self.files.len() < MAX_OPEN {
-            self.files.insert(tid, file);
-        }
-        filters
-    }
+/// The number of seccomp filters of a thread; 0 if there is no such thread.
+#[must_use]
+pub fn seccomp_filters(pid: i32, tid: i32) -> u32 {
+    read_task(pid, tid, "status", |text| ring::filters(text.as_bytes())).unwrap_or(0)
 }
 
 /// The pid of the process that a thread belongs to.
@@ -237,33 +211,7 @@ mod tests {
         assert_eq!(pid_of_thread(tid.file_name().unwrap().to_str().unwrap().parse().unwrap()), Some(pid));
         let uid = std::fs::metadata("/proc/self").unwrap().uid();
         assert_eq!(effective_credentials(pid).unwrap().uid, uid);
-    }
-
-    #[test]
-    fn the_filters_of_a_thread_are_counted_until_it_ends() {
-        let pid = std::process::id() as i32;
-        let of_all = ring::filters(status_text("self").unwrap().as_bytes());
-        let mut filters = SeccompFilters::default();
-        let (tell, told) = std::sync::mpsc::channel();
-        let (end, ended) = std::sync::mpsc::channel::<()>();
-        let thread = std::thread::spawn(move || {
-            let thread = std::fs::read_link("/proc/thread-self").unwrap();
-            tell.send(thread.file_name().unwrap().to_str().unwrap().parse::<i32>().unwrap()).unwrap();
-            ended.recv().unwrap_err();
-        });
-        let tid = told.recv().unwrap();
-        for _ in 0..2 {
-            assert_eq!((filters.of(pid, pid), filters.of(pid, tid)), (of_all, of_all));
-            assert_eq!(filters.files.len(), 2);
-        }
-        drop(end);
-        thread.join().unwrap();
-        // The kernel removes the thread a moment after it has been joined.
-        while std::fs::exists(format!("/proc/self/task/{tid}")).unwrap() {
-            std::thread::yield_now();
-        }
-        assert_eq!((filters.of(pid, tid), filters.files.len()), (0, 1));
-        assert_eq!(filters.of(pid, pid), of_all);
+        assert_eq!(seccomp_filters(pid, pid), ring::filters(status_text("self").unwrap().as_bytes()));
     }
 
     #[test]

@@ -22,7 +22,7 @@ static SECTIONS: AtomicU32 = AtomicU32::new(0);
 static WATCHER_SECTIONS: AtomicU32 = AtomicU32::new(0);
 
 /// How long the installation of a filter waits for them. A section takes a millisecond, unless the
-/// watcher gets no processor.
+/// watcher gets no processor. A delay is better than a host that its own filter ends.
 const FILTER_PATIENCE: Duration = Duration::from_secs(2);
 
 /// How often one side yields to the other, and how often it then sleeps for [`PAUSE`]: 10 ms in
